@@ -1,0 +1,1 @@
+"""How a token sees earlier ones: the protocol and its backends."""

@@ -1,0 +1,59 @@
+"""What one step computes, and what an attention backend must do with it.
+
+A `Batch` is plain data: the new tokens of some sequences, one after the other. A sequence whose whole
+prompt is new and one that adds a single token differ only in `num_new`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Row(NamedTuple):
+    """The part of one sequence that a step computes: `num_new` tokens after `start` that are already computed."""
+
+    slot: int  # where the sequence's KV lives (a row of a contiguous cache)
+    start: int  # tokens whose KV exists
+    num_new: int  # tokens to compute now
+
+    @property
+    def context(self) -> int:
+        """Tokens visible to the last new one, itself included."""
+        return self.start + self.num_new
+
+
+@dataclass
+class Batch:
+    """One step: N = sum of num_new tokens."""
+
+    rows: list[Row]
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    last: Tensor  # [len(rows)] int64: index of each sequence's last token, whose logits give the next one
+
+    @classmethod
+    def build(cls, rows: list[Row], token_ids: list[int], device: str | torch.device = "cpu") -> Batch:
+        positions = [p for row in rows for p in range(row.start, row.context)]
+        last, end = [], 0
+        for row in rows:
+            end += row.num_new
+            last.append(end - 1)
+        table = torch.tensor([token_ids, positions], dtype=torch.int64).to(device)
+        return cls(rows, table[0], table[1], torch.tensor(last, dtype=torch.int64, device=device))
+
+
+class AttentionBackend(Protocol):
+    """Called by the transformer: `plan` once a step, then for each layer `write` and `forward`."""
+
+    def plan(self, batch: Batch) -> Any:
+        """Whatever `write` and `forward` need that is the same for every layer."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, plan: Any) -> None:
+        """Keep keys and values of the new tokens. k and v [N, K, d], keys already rotated."""
+
+    def forward(self, layer: int, q: Tensor, plan: Any) -> Tensor:
+        """Causal attention of the new tokens over all earlier ones. q [N, H, d] -> [N, H, d]."""

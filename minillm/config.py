@@ -1,0 +1,199 @@
+"""Configurations, validated once, at the door.
+
+`ModelConfig` holds what the arithmetic of a decoder needs, read from a Hugging Face `config.json` of
+the Llama, Qwen2/2.5 or Qwen3 dense families. `EngineConfig` holds what a user may choose about how it runs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from minillm.errors import MinillmError
+
+DTYPES = ("float32", "bfloat16", "float16")
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+_DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+
+
+def dtype_name(dtype: Any) -> str:
+    """`"bf16"`, `"bfloat16"` or `torch.bfloat16` -> `"bfloat16"`; anything else is refused by name."""
+    name = str(dtype).removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise MinillmError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)} (or auto)")
+    return name
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes and constants of one decoder-only transformer. Lengths are in tokens, sizes in elements."""
+
+    model_type: str = "llama"
+    vocab_size: int = 49152
+    hidden_size: int = 576
+    intermediate_size: int = 1536
+    num_layers: int = 30
+    num_heads: int = 9
+    num_kv_heads: int = 3
+    head_dim: int = 64
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 100000.0
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False  # on q, k and v (Qwen2)
+    attention_out_bias: bool = False  # on o as well (Llama with attention_bias)
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim of q and k (Qwen3)
+    dtype: str = "bfloat16"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.model_type not in MODEL_TYPES:
+            raise MinillmError(
+                f"model_type {self.model_type!r} is not supported; minillm runs the dense families {', '.join(MODEL_TYPES)}"
+            )
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "max_position_embeddings",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise MinillmError(f"config: {name} must be a positive whole number, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise MinillmError(
+                f"config: num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}), "
+                "since each KV head serves a group of query heads"
+            )
+        if self.head_dim % 2:
+            raise MinillmError(f"config: head_dim must be even for RoPE, got {self.head_dim}")
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head (GQA; Ainslie et al., 2023)."""
+        return self.num_heads // self.num_kv_heads
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        return replace(self, **changes)
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
+        """Read a Hugging Face `config.json` (transformers 4 and 5 spellings of RoPE and dtype)."""
+        kind = hf.get("model_type")
+        if kind not in MODEL_TYPES:
+            raise MinillmError(
+                f"model_type {kind!r} is not supported; minillm runs the dense families {', '.join(MODEL_TYPES)}"
+            )
+        missing = [k for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads") if k not in hf]
+        if missing:
+            raise MinillmError(f"config.json lacks {', '.join(missing)}; is this a complete Hugging Face model folder?")
+        if hf.get("hidden_act", "silu") != "silu":
+            raise MinillmError(f"hidden_act {hf['hidden_act']!r} is not supported; these families use silu")
+        if hf.get("quantization_config"):
+            raise MinillmError("this folder holds quantised weights; give one with bf16, fp16 or fp32 safetensors")
+        if hf.get("use_sliding_window"):
+            raise MinillmError("use_sliding_window is set; sliding-window attention is not supported, only full attention")
+        rope = hf.get("rope_parameters") or {}
+        scaling = hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+        if scaling is not None:
+            scaling = {k: v for k, v in scaling.items() if k not in ("rope_theta", "type")} | {
+                "rope_type": scaling.get("rope_type", scaling.get("type", "default"))
+            }
+            if scaling["rope_type"] == "default":
+                scaling = None
+            elif scaling["rope_type"] not in ("llama3", "linear"):
+                raise MinillmError(f"rope_type {scaling['rope_type']!r} is not supported; use default, linear or llama3")
+        eos = hf.get("eos_token_id")
+        bias = bool(hf.get("attention_bias", False))
+        return cls(
+            model_type=kind,
+            vocab_size=hf["vocab_size"],
+            hidden_size=hf["hidden_size"],
+            intermediate_size=hf["intermediate_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+            max_position_embeddings=hf.get("max_position_embeddings", 2048),
+            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            attention_bias=True if kind == "qwen2" else bias,
+            attention_out_bias=False if kind == "qwen2" else bias,
+            mlp_bias=bool(hf.get("mlp_bias", False)),
+            qk_norm=kind == "qwen3",
+            dtype=_checkpoint_dtype(hf),
+            bos_token_id=hf.get("bos_token_id"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        )
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> ModelConfig:
+        path = Path(folder) / "config.json"
+        try:
+            hf = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise MinillmError(f"{folder} has no config.json; give a Hugging Face model folder") from None
+        except (ValueError, OSError) as error:
+            raise MinillmError(f"{path} cannot be read as JSON ({error}); fetch the model again") from None
+        if not isinstance(hf, dict):
+            raise MinillmError(f"{path} does not hold a JSON object; fetch the model again")
+        return cls.from_hf(hf)
+
+
+def _checkpoint_dtype(hf: dict[str, Any]) -> str:
+    name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
+    return name if name in DTYPES else "float32"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs. Every field is honoured; a value that cannot be is refused here.
+
+    dtype          "auto" (the checkpoint's, or fp32 on a CPU without bf16 instructions), or one of DTYPES
+    device         "auto" (cuda if there is one, else cpu), "cpu", "cuda", "cuda:1" ...
+    kv_cache       "contiguous", or "none": recompute every token at every step (lesson 01)
+    max_model_len  most tokens of prompt and output together; None takes the model's limit
+    max_num_seqs   most sequences decoded together
+    seed           seeds requests that bring none
+    threads        CPU threads for torch; None leaves torch's choice
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    kv_cache: str = "contiguous"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    seed: int = 0
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto":
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.kv_cache not in ("contiguous", "none"):
+            raise MinillmError(f"kv_cache {self.kv_cache!r} is not known; use 'contiguous' or 'none'")
+        for name, optional in (("max_model_len", True), ("max_num_seqs", False), ("threads", True)):
+            value = getattr(self, name)
+            if optional and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise MinillmError(f"{name} must be a positive whole number, got {value!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
+            raise MinillmError(f"seed must be a whole number from 0 to 2**63-1, got {self.seed!r}")
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls))
