@@ -96,7 +96,11 @@ class ModelConfig:
             raise MinillmError(
                 f"model_type {kind!r} is not supported; minillm runs the dense families {', '.join(MODEL_TYPES)}"
             )
-        missing = [k for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads") if k not in hf]
+        missing = [
+            k
+            for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+            if k not in hf
+        ]
         if missing:
             raise MinillmError(f"config.json lacks {', '.join(missing)}; is this a complete Hugging Face model folder?")
         if hf.get("hidden_act", "silu") != "silu":
@@ -104,7 +108,9 @@ class ModelConfig:
         if hf.get("quantization_config"):
             raise MinillmError("this folder holds quantised weights; give one with bf16, fp16 or fp32 safetensors")
         if hf.get("use_sliding_window"):
-            raise MinillmError("use_sliding_window is set; sliding-window attention is not supported, only full attention")
+            raise MinillmError(
+                "use_sliding_window is set; sliding-window attention is not supported, only full attention"
+            )
         rope = hf.get("rope_parameters") or {}
         scaling = hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
         if scaling is not None:
@@ -114,7 +120,9 @@ class ModelConfig:
             if scaling["rope_type"] == "default":
                 scaling = None
             elif scaling["rope_type"] not in ("llama3", "linear"):
-                raise MinillmError(f"rope_type {scaling['rope_type']!r} is not supported; use default, linear or llama3")
+                raise MinillmError(
+                    f"rope_type {scaling['rope_type']!r} is not supported; use default, linear or llama3"
+                )
         eos = hf.get("eos_token_id")
         bias = bool(hf.get("attention_bias", False))
         return cls(

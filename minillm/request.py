@@ -183,6 +183,12 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
     @property
+    def new_tokens(self) -> list[int]:
+        """The last `num_new_tokens` tokens, without building the whole list when only outputs are new."""
+        behind = self.num_new_tokens
+        return self.output_token_ids[-behind:] if behind <= len(self.output_token_ids) else self.tokens[-behind:]
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

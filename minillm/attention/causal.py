@@ -1,12 +1,13 @@
 """Causal attention in plain torch, over one sequence. Lesson 01 builds `attend`; every other backend is compared with it.
 
-Grouped queries (GQA): H query heads share K key/value heads. The group is laid out as extra query rows,
-so that no key or value is ever copied per query head.
+Grouped queries (GQA): H query heads share K key/value heads. Where one query token arrives, the group is laid
+out as extra query rows, so that no key or value is copied per query head.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,32 +22,47 @@ def causal_mask(num_new: int, context: int, device: str | torch.device = "cpu") 
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v with a causal mask, the textbook way: it writes the S x S matrix.
+    """softmax(q k^T / sqrt(d)) v with a causal mask, the textbook way: it writes the n x T matrix.
 
-    q [n, H, d] are the last n of T tokens; k and v [T, K, d]; gives [n, H, d]. Scores are taken in fp32.
+    q [n, H, d] are the last n of T tokens; k and v [K, T, d], heads first, as a cache keeps them; gives [n, H, d].
+    Scores are taken in fp32.
     """
     n, H, d = q.shape
-    T, K, _ = k.shape
+    K, T, _ = k.shape
     qg = q.view(n, K, H // K, d)
-    scores = torch.einsum("nkgd,tkd->kgnt", qg.float(), k.float()) / math.sqrt(d)
+    scores = torch.einsum("nkgd,ktd->kgnt", qg.float(), k.float()) / math.sqrt(d)
     scores = scores.masked_fill(~causal_mask(n, T, q.device), -torch.inf)
-    return torch.einsum("kgnt,tkd->nkgd", scores.softmax(-1), v.float()).reshape(n, H, d).to(q.dtype)
+    return torch.einsum("kgnt,ktd->nkgd", scores.softmax(-1), v.float()).reshape(n, H, d).to(q.dtype)
 
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same through torch's fused kernel. q [n, H, d]; k and v [K, T, d] (heads first, as a cache keeps them)."""
+    """The same, same shapes, through torch's fused kernel, which never writes the matrix (lesson 05)."""
     n, H, d = q.shape
     K, T, _ = k.shape
     if n == 1:  # the group's heads become query rows: [1, K, H/K, d] against [1, K, T, d]
         return F.scaled_dot_product_attention(q.view(1, K, H // K, d), k[None], v[None]).view(1, H, d)
-    expand = lambda x: x[None, :, None].expand(1, K, H // K, T, d).reshape(1, H, T, d)  # noqa: E731
     mask = None if n == T else causal_mask(n, T, q.device)
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], expand(k), expand(v), attn_mask=mask, is_causal=mask is None)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], _per_query_head(k, H), _per_query_head(v, H), attn_mask=mask, is_causal=mask is None
+    )
     return out[0].transpose(0, 1)
 
 
+def _per_query_head(x: Tensor, H: int) -> Tensor:
+    """[K, T, d] -> [1, H, T, d], each KV head repeated for the query heads of its group."""
+    K, T, d = x.shape
+    return x[None, :, None].expand(1, K, H // K, T, d).reshape(1, H, T, d)
+
+
 class NoCacheAttention:
-    """The backend of naive decode: every sequence arrives whole, and nothing is kept for the next step."""
+    """The backend of naive decode: every sequence arrives whole, and nothing is kept for the next step.
+
+    `attend=attend` makes it the reference backend: with plain weights in fp32 it gives, bit for bit, the logits of
+    the transformers library's eager attention on a CPU.
+    """
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = attend_sdpa):
+        self.attend = attend
 
     def plan(self, batch: Batch) -> list[slice]:
         for row in batch.rows:
@@ -59,5 +75,5 @@ class NoCacheAttention:
         self.k, self.v = k, v
 
     def forward(self, layer: int, q: Tensor, plan: list[slice]) -> Tensor:
-        parts = [attend_sdpa(q[s], self.k[s].transpose(0, 1), self.v[s].transpose(0, 1)) for s in plan]
+        parts = [self.attend(q[s], self.k[s].transpose(0, 1), self.v[s].transpose(0, 1)) for s in plan]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

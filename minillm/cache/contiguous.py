@@ -26,7 +26,9 @@ class ContiguousKVCache:
     Memory starts as zeros: a masked slot then weighs exactly 0, never 0 * NaN.
     """
 
-    def __init__(self, config: ModelConfig, num_rows: int, length: int, dtype: torch.dtype, device: str | torch.device = "cpu"):
+    def __init__(
+        self, config: ModelConfig, num_rows: int, length: int, dtype: torch.dtype, device: str | torch.device = "cpu"
+    ):
         shape = (config.num_layers, num_rows, config.num_kv_heads, length, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
@@ -102,4 +104,6 @@ class DecodePlan:
         self.context = max(row.context for row in batch.rows)
         contexts = batch.positions + 1
         hidden = torch.arange(self.context, device=device)[None] >= contexts[:, None]  # [B, T]
-        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None, None]
+        self.mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[
+            :, None, None
+        ]

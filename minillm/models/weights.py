@@ -117,7 +117,9 @@ def fuse(config: ModelConfig, state: dict[str, Tensor]) -> Weights:
     return Weights(embed=embed, layers=layers, final_norm=state.pop("model.norm.weight"), lm_head=head)
 
 
-def load_weights(folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu") -> Weights:
+def load_weights(
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu"
+) -> Weights:
     """Read a Hugging Face folder. Raises MinillmError naming the file and the tensor that is at fault."""
     folder = Path(folder)
     shapes = expected_shapes(config)
@@ -147,15 +149,23 @@ def _files(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[Path, list[
                 files.setdefault(folder / file, []).append(name)  # type: ignore[union-attr]
         for file in files:
             if not file.is_file():
-                raise MinillmError(f"{folder} lacks the shard {file.name} that {index.name} names; fetch the model again")
+                raise MinillmError(
+                    f"{folder} lacks the shard {file.name} that {index.name} names; fetch the model again"
+                )
         return files
     if single.is_file():
         return {single: None}
-    raise MinillmError(f"{folder} has no model.safetensors (nor an index of shards); only safetensors checkpoints are read")
+    raise MinillmError(
+        f"{folder} has no model.safetensors (nor an index of shards); only safetensors checkpoints are read"
+    )
 
 
 def _read_file(
-    file: Path, names: list[str] | None, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, device: str | torch.device
+    file: Path,
+    names: list[str] | None,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    device: str | torch.device,
 ) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
@@ -165,20 +175,32 @@ def _read_file(
             held = set(reader.keys())
             for name in held & shapes.keys() if names is None else names:
                 if name not in held:
-                    raise MinillmError(f"{file.name} lacks the tensor {name} that the shard index promises; fetch the model again")
+                    raise MinillmError(
+                        f"{file.name} lacks the tensor {name} that the shard index promises; fetch the model again"
+                    )
                 tensor = reader.get_tensor(name)
                 if tuple(tensor.shape) != shapes[name]:
-                    raise MinillmError(f"{file.name}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shapes[name]}")
+                    raise MinillmError(
+                        f"{file.name}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shapes[name]}"
+                    )
                 if not tensor.is_floating_point() or tensor.itemsize < 2:
-                    raise MinillmError(f"{file.name}: {name} is {tensor.dtype}; only fp32, bf16 and fp16 checkpoints are read")
+                    raise MinillmError(
+                        f"{file.name}: {name} is {tensor.dtype}; only fp32, bf16 and fp16 checkpoints are read"
+                    )
                 state[name] = tensor.to(dtype)
     except (SafetensorError, OSError) as error:
-        raise MinillmError(f"{file} cannot be read ({error}); it is damaged or cut short, fetch the model again") from None
+        raise MinillmError(
+            f"{file} cannot be read ({error}); it is damaged or cut short, fetch the model again"
+        ) from None
     return state
 
 
 def random_weights(
-    config: ModelConfig, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0, std: float = 0.02
+    config: ModelConfig,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    std: float = 0.02,
 ) -> Weights:
     """Normal weights of the right shapes, norms around one: for tests and for benchmarks that need no download."""
     generator = torch.Generator(device=device).manual_seed(seed)

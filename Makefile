@@ -1,0 +1,58 @@
+# make lab     a fresh clone becomes a running JupyterLab at lesson 00
+# make test    the whole suite
+# Everything lives in .venv and in the user cache; each step is done once and resumes when interrupted.
+
+PYTHON ?= python3
+PORT   ?= 8888
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST_ARGS ?=
+
+export PATH := $(abspath $(BIN)):$(PATH)
+export JUPYTER_PLATFORM_DIRS := 1
+
+.PHONY: help setup lab test lint course exercises clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make lab [PORT=8888]   set up, then open JupyterLab at the first lesson"
+	@echo "make test              set up, then run every test (lint, units, notebooks, grader, records)"
+	@echo "make setup             make .venv, install, fetch the embedded model; done once"
+	@echo "make lint              ruff and mypy"
+	@echo "make course            execute every lesson from a fresh kernel"
+	@echo "make exercises         generate exercises/ from solutions/"
+	@echo "make clean             remove .venv and build leftovers (the model in the user cache stays)"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "minillm needs Python 3.11 or newer; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# The stamp is written only when pip has finished, so an interrupted install is taken up again.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.installed
+	@$(BIN)/minillm fetch
+
+lab: setup
+	@$(BIN)/python -m minillm.course.lab --port $(PORT)
+
+test: setup lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+course: setup
+	$(BIN)/python -m minillm.course.execute
+
+exercises: setup
+	$(BIN)/python -m minillm.course.exercises
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

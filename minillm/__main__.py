@@ -1,0 +1,7 @@
+"""`python -m minillm` is `minillm`."""
+
+import sys
+
+from minillm.cli import main
+
+sys.exit(main())

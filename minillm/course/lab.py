@@ -1,0 +1,66 @@
+"""`make lab`: JupyterLab at the first lesson, wherever it is started: as root, without a display, offline."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from pathlib import Path
+
+from minillm.errors import MinillmError
+
+FIRST = "notebooks/00_roofline.ipynb"
+
+
+def free_port(port: int, tries: int = 50) -> int:
+    """`port`, or the next one that nobody listens on."""
+    for candidate in range(port, min(port + tries, 65536)):
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind(("127.0.0.1", candidate))
+                return candidate
+            except OSError:
+                continue
+    raise MinillmError(f"no free port from {port} to {port + tries - 1}; choose one with make lab PORT=...")
+
+
+def has_display() -> bool:
+    return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def jupyter_command(root: Path, port: int) -> list[str]:
+    command = [
+        sys.executable, "-m", "jupyterlab", f"--notebook-dir={root}", "--ip=127.0.0.1", f"--port={port}",
+        "--ServerApp.port_retries=0", f"--LabApp.default_url=/lab/tree/{FIRST}",
+        "--LabApp.news_url=none", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]  # fmt: skip
+    command += [] if has_display() else ["--no-browser"]
+    # Jupyter refuses root unless told; in a container root is the usual user, and it listens on loopback only.
+    command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    return command
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m minillm.course.lab", description=__doc__)
+    parser.add_argument("--port", type=int, default=8888)
+    args = parser.parse_args()
+    root = Path(__file__).resolve().parents[2]
+    if not (root / FIRST).is_file():
+        print(f"minillm: error: {FIRST} is not in {root}; run this from a clone of the repository", file=sys.stderr)
+        return 2
+    try:
+        port = free_port(args.port)
+    except MinillmError as error:
+        print(f"minillm: error: {error}", file=sys.stderr)
+        return 2
+    if port != args.port:
+        print(f"Port {args.port} is taken; using {port}.")
+    print(f"JupyterLab is starting on port {port}; its URL, with the token, follows. Ctrl-C stops it.", flush=True)
+    command = jupyter_command(root, port)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""`LLM`: the offline interface, with vLLM's names and meanings. Three lines give an answer.
+
+>>> from minillm import LLM, SamplingParams
+>>> llm = LLM()
+>>> llm.chat([{"role": "user", "content": "What is the capital of France?"}])[0].outputs[0].text
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from minillm.config import EngineConfig
+from minillm.engine import Engine, load_engine
+from minillm.errors import MinillmError, RequestError
+from minillm.models.hub import EMBEDDED
+from minillm.models.tokenizer import Message, Tokenizer
+from minillm.request import CompletionOutput, Request, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """An engine and its tokenizer.
+
+    model  "smollm2-135m" (embedded), a Hugging Face folder, or a hub name (Llama, Qwen2/2.5, Qwen3 dense families)
+    dtype, device, kv_cache, max_model_len, max_num_seqs, seed, threads  see `EngineConfig`
+    parts  your own pieces by name: {"sampler": MySampler(), "kv_cache": MyCache, "detokenizer": MyDetokenizer}
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] = EMBEDDED, *, parts: Mapping[str, Any] | None = None, **config: Any
+    ):
+        if unknown := sorted(set(config) - set(EngineConfig.field_names())):
+            raise MinillmError(
+                f"LLM has no option {unknown[0]!r}; it has {', '.join(EngineConfig.field_names())} and parts"
+            )
+        self.engine: Engine = load_engine(model, EngineConfig(**config), parts)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; results are in the order of the prompts.
+
+        A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. One
+        `SamplingParams` serves all prompts; a list gives each its own. Nothing runs when any input is wrong.
+        """
+        many = _as_list(prompts)
+        pairs = list(zip(many, _params_for(sampling_params, len(many)), strict=True))
+        jobs = [(text, self._requests(ids, params)) for (text, ids), params in ((self._tokens(p), q) for p, q in pairs)]
+        self._run([r for _, group in jobs for r in group], use_tqdm)
+        return [self._output(text, group) for text, group in jobs]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of conversations."""
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single or not messages else messages
+        tokenizer = self.get_tokenizer()
+        texts = [tokenizer.render_chat(c, add_generation_prompt, **(chat_template_kwargs or {})) for c in conversations]
+        prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """The text of one completion, piece by piece as it is generated."""
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise RequestError("n", f"a stream carries one completion, got n={params.n}; use generate()")
+        requests = self._requests(self._tokens(prompt)[1], params)
+        return (delta for step in self.engine.run(requests) for _, delta in step if delta)
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is None and text is None:
+                raise RequestError("prompt", f"a dict needs 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}")
+            return text, self.get_tokenizer().encode(text) if ids is None else ids
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
+            return None, prompt
+        raise RequestError("prompt", f"expected text, token ids or a dict, got {type(prompt).__name__}")
+
+    def _requests(self, ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        return [self.engine.make_request(ids, params, index) for index in range(params.n)]
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+        from tqdm.auto import tqdm
+
+        with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar:
+            tokens = 0
+            for step in self.engine.run(requests):
+                tokens += len(step)
+                done = sum(r.finished for r, _ in step)
+                if done:
+                    bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                    bar.update(done)
+
+    def _output(self, text: str | None, requests: list[Request]) -> RequestOutput:
+        first = requests[0]
+        outputs = []
+        for index, r in enumerate(requests):
+            chosen = [entry[t].logprob for entry, t in zip(r.logprobs, r.output_token_ids, strict=False)]
+            outputs.append(
+                CompletionOutput(
+                    index=index,
+                    text=self.engine.outputs[id(r)].text,
+                    token_ids=r.output_token_ids,
+                    finish_reason=r.finish_reason,
+                    stop_reason=r.stop_reason,
+                    cumulative_logprob=sum(chosen) if r.params.logprobs is not None else None,
+                    logprobs=r.logprobs if r.params.logprobs is not None else None,
+                )
+            )
+        arrival = first.times["arrival"]
+        metrics = {
+            "time_to_first_token": min(r.times["first_token"] for r in requests) - arrival,
+            "e2e_latency": max(r.times["finished"] for r in requests) - arrival,
+        }
+        return RequestOutput(first.request_id, text, first.prompt_token_ids, outputs, True, metrics)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many? A flat list of token ids is one prompt, a list of anything else is many."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence):
+        raise RequestError("prompts", f"expected text, token ids or a list of them, got {type(prompts).__name__}")
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(
+            "sampling_params",
+            f"expected one SamplingParams or a list of {count}, one for each prompt, got {len(params)}",
+        )
+    return list(params)

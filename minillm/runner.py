@@ -1,0 +1,95 @@
+"""From requests to logits: the first two rungs of the ladder. Lessons 01 (naive) and 02 (KV cache) build them.
+
+Both do the same for the engine: given requests, compute what is missing and return the logits of each
+one's next token. They differ in one thing, whether `num_computed_tokens` is allowed to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from minillm.attention.causal import NoCacheAttention
+from minillm.attention.protocol import Batch, Row
+from minillm.cache.contiguous import ContiguousKVCache
+from minillm.models.transformer import Transformer
+from minillm.request import Request
+
+
+class Runner(Protocol):
+    def start(self, requests: Sequence[Request]) -> None:
+        """Get ready for a group of requests that will run together."""
+
+    def forward(self, requests: Sequence[Request]) -> Tensor:
+        """Compute each request's missing tokens. Returns the logits of its next token, [len(requests), V]."""
+
+    def finish(self, request: Request) -> None:
+        """Let go of whatever the request holds."""
+
+
+class NaiveRunner:
+    """Recompute every token at every step. Token t costs t tokens of work, so T tokens cost O(T^2)."""
+
+    def __init__(self, model: Transformer):
+        self.model = model
+        self.attention = NoCacheAttention()
+
+    def start(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def forward(self, requests: Sequence[Request]) -> Tensor:
+        rows = [Row(slot=i, start=0, num_new=r.num_tokens) for i, r in enumerate(requests)]
+        batch = Batch.build(rows, [t for r in requests for t in r.tokens], self.model.device)
+        hidden = self.model.forward(batch, self.attention)
+        return self.model.logits(hidden[batch.last])
+
+    def finish(self, request: Request) -> None:
+        pass
+
+
+class CachedRunner:
+    """Compute each token once and keep its keys and values in a contiguous cache.
+
+    Every request owns one row of the cache. Rows stay dense: when a request leaves, the last row moves
+    into the hole.
+    """
+
+    def __init__(self, model: Transformer, make_cache: Callable[..., ContiguousKVCache] = ContiguousKVCache):
+        self.model = model
+        self.make_cache = make_cache
+        self.cache: ContiguousKVCache | None = None
+        self.owners: list[Request] = []  # row -> request
+
+    def start(self, requests: Sequence[Request]) -> None:
+        """Reserve, for every request, the longest sequence that any of them may reach."""
+        length = max(r.num_prompt_tokens + r.max_tokens for r in requests)
+        self.cache = None  # release the old one before reserving the new one
+        self.cache = self.make_cache(self.model.config, len(requests), length, self.model.dtype, self.model.device)
+        self.owners = list(requests)
+
+    def forward(self, requests: Sequence[Request]) -> Tensor:
+        assert self.cache is not None, "start() comes first"
+        row_of = {id(r): i for i, r in enumerate(self.owners)}
+        # In row order a decode step reads one contiguous slice of the cache; `restore` undoes the order.
+        order = sorted(range(len(requests)), key=lambda i: row_of[id(requests[i])])
+        rows = [Row(row_of[id(r)], r.num_computed_tokens, r.num_new_tokens) for r in (requests[i] for i in order)]
+        new = [t for i in order for t in requests[i].new_tokens]
+        batch = Batch.build(rows, new, self.model.device)
+        hidden = self.model.forward(batch, self.cache)
+        for r in requests:
+            r.num_computed_tokens = r.num_tokens
+        logits = self.model.logits(hidden if len(hidden) == len(rows) else hidden[batch.last])
+        if order == list(range(len(order))):
+            return logits
+        restore = sorted(range(len(order)), key=order.__getitem__)
+        return logits[restore]
+
+    def finish(self, request: Request) -> None:
+        assert self.cache is not None, "start() comes first"
+        hole = next(i for i, r in enumerate(self.owners) if r is request)
+        last = self.owners.pop()
+        if last is not request:
+            self.cache.move(len(self.owners), hole, last.num_computed_tokens)
+            self.owners[hole] = last

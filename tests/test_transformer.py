@@ -1,0 +1,183 @@
+"""The transformer equals the transformers library's, family by family, and a deliberate mistake shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import FAMILIES, tiny_hf
+from transformers import AutoModelForCausalLM
+
+from minillm import SamplingParams
+from minillm.attention.causal import NoCacheAttention, attend, attend_sdpa
+from minillm.attention.protocol import Batch, Row
+from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
+from minillm.config import ModelConfig
+from minillm.models import transformer as tf
+from minillm.models.weights import load_weights, random_weights
+
+TOLERANCE = 1e-4  # the largest absolute error of a logit, fp32
+
+
+def ours(folder, pack=True):
+    config = ModelConfig.from_folder(folder)
+    return tf.Transformer(config, load_weights(folder, config, torch.float32), pack=pack)
+
+
+def logits(model, ids, attend=attend_sdpa):
+    return model.logits(model.forward(Batch.build([Row(0, 0, len(ids))], ids), NoCacheAttention(attend)))
+
+
+@torch.inference_mode()
+def reference_logits(model, ids):
+    return model(torch.tensor([ids])).logits[0].float()
+
+
+def prompts(vocab, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocab, (n,), generator=g).tolist() for n in (1, 2, 17, 100)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_greedy_tokens_equal_the_library(family, tiny_folder):
+    model, oracle = ours(tiny_folder(family)), tiny_hf(family)
+    for ids in prompts(model.config.vocab_size):
+        assert (logits(model, ids) - reference_logits(oracle, ids)).abs().max() < TOLERANCE
+        tokens, start, cache = list(ids), 0, ContiguousKVCache(model.config, 1, 256, torch.float32)
+        for _ in range(64):
+            new = tokens[start:]
+            hidden = model.forward(Batch.build([Row(0, start, len(new))], new), cache)
+            start = len(tokens)
+            tokens.append(int(model.logits(hidden[-1:]).argmax()))
+        want = oracle.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=64,
+            do_sample=False, eos_token_id=None,
+        )  # fmt: skip
+        assert tokens == want[0].tolist()
+
+
+@pytest.mark.model
+def test_embedded_model_equals_the_library(embedded_folder, llm, reference, tokenizer):
+    """The plain path is within 1e-4 of the library. The fast path is as near to float64 as fp32 can be expected to be."""
+    plain, fast = ours(embedded_folder, pack=False), llm.engine.model
+    exact = AutoModelForCausalLM.from_pretrained(
+        embedded_folder, dtype=torch.float64, attn_implementation="eager"
+    ).eval()
+    texts = [
+        "Hello",
+        "The capital of France is",
+        "def fib(n):\n    return",
+        "数学は美しい。" * 12,
+        "Once upon a time " * 40,
+    ]
+    for ids in [tokenizer.encode(t) for t in texts]:
+        want = reference_logits(reference, ids)
+        got = logits(plain, ids, attend)
+        assert (got - want).abs().max() < TOLERANCE
+        assert (logits(fast, ids) - reference_logits(exact, ids)).abs().max() < 1e-3
+        assert (logits(fast, ids).argmax(-1) == want.argmax(-1)).all()
+
+
+@pytest.mark.model
+def test_embedded_model_generates_the_library_s_tokens(llm, reference, tokenizer):
+    prompts = [tokenizer.encode(t) for t in ("Once upon a time", "1, 2, 3, 5, 8,", "La tour Eiffel", "x" * 200)]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    got = [r.outputs[0].token_ids for r in llm.generate(prompts, params, use_tqdm=False)]
+    for ids, tokens in zip(prompts, got, strict=True):
+        want = reference.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=64,
+            min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=2,
+        )  # fmt: skip
+        assert tokens == want[0, len(ids) :].tolist()
+
+
+MUTATIONS = {
+    "RoPE turns the other way": ("apply_rope", lambda f: lambda x, cos, sin: f(x, cos, -sin)),
+    "RoPE of the next position": ("apply_rope", lambda f: lambda x, cos, sin: f(x, cos.roll(1, 0), sin.roll(1, 0))),
+    "norm without the mean": ("rms_norm", lambda f: lambda x, w, eps: x * w),
+    "gate and up swapped": ("swiglu", lambda f: lambda h: f(torch.cat(h.chunk(2, -1)[::-1], -1))),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_tolerance_sees_a_mistake(name, tiny_folder, monkeypatch):
+    target, mutate = MUTATIONS[name]
+    model, oracle = ours(tiny_folder("llama")), tiny_hf("llama")
+    ids = prompts(model.config.vocab_size)[2]
+    monkeypatch.setattr(tf, target, mutate(getattr(tf, target)))
+    assert (logits(model, ids) - reference_logits(oracle, ids)).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_the_tolerance_sees_missing_bias_and_qk_norm(family, tiny_folder):
+    folder, oracle = tiny_folder(family), tiny_hf(family)
+    config = ModelConfig.from_folder(folder)
+    weights = load_weights(folder, config, torch.float32)
+    for layer in weights.layers:
+        layer.qkv_bias = layer.q_norm = None
+    ids = prompts(config.vocab_size)[2]
+    assert (logits(tf.Transformer(config, weights), ids) - reference_logits(oracle, ids)).abs().max() > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("d", [64, 128])
+def test_sdpa_equals_the_textbook_attention(group, d):
+    g = torch.Generator().manual_seed(group * d)
+    for n, T in ((1, 1), (1, 33), (5, 5), (3, 20)):
+        q = torch.randn(n, 2 * group, d, generator=g)
+        k, v = torch.randn(2, T, 2, d, generator=g)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        got = attend_sdpa(q, k, v)
+        torch.testing.assert_close(got, attend(q, k, v), atol=2e-6, rtol=1e-5)
+        if T > 1:  # the same check sees a shifted mask or a missing scale
+            assert (attend(q * d**0.5, k, v) - got).abs().max() > 1e-3
+
+
+def test_any_split_of_a_prompt_gives_the_same_logits(tiny_folder):
+    model = ours(tiny_folder("qwen3"))
+    ids = prompts(model.config.vocab_size)[3]
+    whole = logits(model, ids)
+    for cuts in ([1, 99], [50, 50], [33, 1, 1, 65], [1] * 100):
+        cache, start, parts = ContiguousKVCache(model.config, 1, 100, torch.float32), 0, []
+        for n in cuts:
+            hidden = model.forward(Batch.build([Row(0, start, n)], ids[start : start + n]), cache)
+            parts.append(model.logits(hidden))
+            start += n
+        torch.testing.assert_close(torch.cat(parts), whole, atol=2e-4, rtol=1e-4)
+
+
+def test_a_mixed_batch_equals_each_sequence_alone(tiny_folder):
+    model = ours(tiny_folder("llama"))
+    a, b, c = prompts(model.config.vocab_size)[1:]
+    cache = ContiguousKVCache(model.config, 3, 128, torch.float32)
+    for slot, ids in ((0, a), (1, b)):
+        model.forward(Batch.build([Row(slot, 0, len(ids) - 1)], ids[:-1]), cache)
+    rows = [Row(0, len(a) - 1, 1), Row(1, len(b) - 1, 1), Row(2, 0, len(c))]
+    batch = Batch.build(rows, [a[-1], b[-1], *c])
+    got = model.logits(model.forward(batch, cache)[batch.last])
+    want = torch.stack([logits(model, ids)[-1] for ids in (a, b, c)])
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=1e-4)
+
+
+def test_packed_and_plain_weights_agree():
+    config = ModelConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    ids = [3, 1, 4, 1, 5]
+    plain = tf.Transformer(config, random_weights(config, std=0.2), max_len=8)
+    packed = tf.Transformer(config, random_weights(config, std=0.2), max_len=8, pack=True)
+    assert packed.layers[0].qkv.weight is None
+    torch.testing.assert_close(logits(packed, ids), logits(plain, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kv_bytes_are_what_is_allocated(dtype):
+    config = ModelConfig()
+    cache = ContiguousKVCache(config, 2, 7, dtype)
+    assert cache.nbytes == kv_bytes(config, 14, dtype.itemsize) == 2 * 30 * 14 * 3 * 64 * dtype.itemsize
+
+
+def test_rows_must_fit_the_reservation(tiny_folder):
+    model = ours(tiny_folder("llama"))
+    cache = ContiguousKVCache(model.config, 1, 4, torch.float32)
+    with pytest.raises(ValueError, match="would hold 5 tokens, but only 4 are reserved"):
+        model.forward(Batch.build([Row(0, 0, 5)], [1, 2, 3, 4, 5]), cache)
