@@ -55,7 +55,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.model_type not in MODEL_TYPES:
             raise MinillmError(
-                f"model_type {self.model_type!r} is not supported; minillm runs the dense families {', '.join(MODEL_TYPES)}"
+                f"model_type {self.model_type!r} is not supported; use one of the dense families {', '.join(MODEL_TYPES)}"
             )
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",

@@ -66,7 +66,8 @@ class Engine:
         if room < 1:
             raise RequestError(
                 "prompt",
-                f"it has {len(ids)} tokens; with a context of {self.max_model_len} at most {self.max_model_len - 1} leave room for an answer",
+                f"it has {len(ids)} tokens; the context is {self.max_model_len}, so at most "
+                f"{self.max_model_len - 1} leave room for an answer",
             )
         validate(params, vocab)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -78,7 +79,8 @@ class Engine:
         if need > have:
             raise RequestError(
                 "max_tokens",
-                f"this request may need {need / 1e9:.1f} GB of KV cache and {have / 1e9:.1f} GB are free; ask for fewer tokens",
+                f"this request may need {need / 1e9:.1f} GB of KV cache, but {have / 1e9:.1f} GB are free; "
+                "ask for fewer tokens",
             )
         self._made += 1
         if params.seed is not None:

@@ -66,7 +66,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  (frozen dataclass)
+        put = lambda name, value: object.__setattr__(self, name, value)  # the dataclass is frozen
         stop = self.stop
         put("stop", () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop))
         put("stop_token_ids", tuple(self.stop_token_ids or ()))

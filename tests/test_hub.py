@@ -16,12 +16,10 @@ from minillm.models import hub
 from minillm.models.gguf import hf_name, unpermute
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "./nowhere", "a/b/c", "", "../../etc"])
+@pytest.mark.parametrize("name", ["no-such-model", "./nowhere", "a/b/c", "", "../../nowhere"])
 def test_an_unknown_model_is_refused(name):
-    with pytest.raises(MinillmError, match=r"no model|has no config.json"):
-        from minillm.config import ModelConfig
-
-        ModelConfig.from_folder(hub.resolve(name))
+    with pytest.raises(MinillmError, match="no model"):
+        hub.resolve(name)
 
 
 def test_a_hub_name_that_cannot_be_had_is_one_sentence():

@@ -1,4 +1,4 @@
-"""Causal attention in plain torch, over one sequence. Lesson 01 builds `attend`; every other backend is compared with it.
+"""Causal attention in plain torch, over one sequence. Lesson 01 builds `attend`; all backends are compared with it.
 
 Grouped queries (GQA): H query heads share K key/value heads. Where one query token arrives, the group is laid
 out as extra query rows, so that no key or value is copied per query head.

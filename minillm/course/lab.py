@@ -43,6 +43,7 @@ def jupyter_command(root: Path, port: int) -> list[str]:
 
 
 def main() -> int:
+    """Replace this process by JupyterLab, or return 2 when that cannot be done."""
     parser = argparse.ArgumentParser(prog="python -m minillm.course.lab", description=__doc__)
     parser.add_argument("--port", type=int, default=8888)
     args = parser.parse_args()
@@ -59,7 +60,7 @@ def main() -> int:
         print(f"Port {args.port} is taken; using {port}.")
     print(f"JupyterLab is starting on port {port}; its URL, with the token, follows. Ctrl-C stops it.", flush=True)
     command = jupyter_command(root, port)
-    os.execv(command[0], command)
+    return os.execv(command[0], command)  # does not return
 
 
 if __name__ == "__main__":

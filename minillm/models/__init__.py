@@ -1,1 +1,1 @@
-"""Models: where they come from (hub), what they hold (weights), what they compute (transformer), their text (tokenizer)."""
+"""Models: where they come from (hub), what they hold (weights), what they compute (transformer), their text."""

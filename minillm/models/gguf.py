@@ -35,7 +35,7 @@ def hf_name(name: str) -> str:
 
 
 def unpermute(rows: Any, num_heads: int) -> Any:
-    """Undo llama.cpp's row order. rows [num_heads * d, in]: pairs (0, 1), (2, 3) ... -> halves (0, 2, ..., 1, 3, ...)."""
+    """Undo llama.cpp's row order, pairs (0, 1), (2, 3), ... -> halves (0, 2, ..., 1, 3, ...). rows [heads * d, in]."""
     out, columns = rows.shape
     return rows.reshape(num_heads, out // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(out, columns)
 
@@ -114,7 +114,7 @@ def _write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
         [AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, kinds, strict=True) if k == control]
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    name = lambda key: tokens[meta[f"tokenizer.ggml.{key}_token_id"]]  # noqa: E731
+    name = lambda key: tokens[meta[f"tokenizer.ggml.{key}_token_id"]]
     _write_json(
         folder / "tokenizer_config.json",
         {

@@ -39,7 +39,7 @@ def is_fetched() -> bool:
 
 
 def resolve(name: str | os.PathLike[str] = EMBEDDED) -> Path:
-    """A model's folder. Fetches the embedded model when it is not there yet; downloads a hub name through huggingface_hub.
+    """A model's folder. The embedded model is fetched when missing; a hub name goes through huggingface_hub.
 
     Raises MinillmError when there is no such folder or name.
     """
@@ -136,7 +136,7 @@ def _from_hub(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MinillmError(
-            f"cannot get {name!r} from the Hugging Face hub ({reason}); check the name and the network, or give a folder"
+            f"cannot get {name!r} from the Hugging Face hub ({reason}); check name and network, or give a folder"
         ) from None
 
 

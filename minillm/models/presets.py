@@ -21,8 +21,8 @@ def _llama3(
     hidden: int, inter: int, layers: int, heads: int, tied: bool = False, factor: float = 8.0, head_dim: int = 128
 ) -> ModelConfig:
     return ModelConfig(
-        "llama", 128256, hidden, inter, layers, heads, 8, head_dim, 131072, 1e-5, 500000.0, _LLAMA3_ROPE | {"factor": factor},
-        tie_word_embeddings=tied, bos_token_id=128000, eos_token_ids=(128001, 128008, 128009),
+        "llama", 128256, hidden, inter, layers, heads, 8, head_dim, 131072, 1e-5, 500000.0,
+        _LLAMA3_ROPE | {"factor": factor}, tie_word_embeddings=tied, bos_token_id=128000, eos_token_ids=(128001, 128008, 128009),
     )  # fmt: skip
 
 

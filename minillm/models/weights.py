@@ -129,7 +129,8 @@ def load_weights(
     missing = sorted(set(shapes) - set(state))
     if missing:
         raise MinillmError(
-            f"{folder} lacks {len(missing)} of {len(shapes)} tensors, first {missing[0]}; the folder is incomplete or its config.json is of another model"
+            f"{folder} lacks {len(missing)} of {len(shapes)} tensors, first {missing[0]}; "
+            "the folder is incomplete, or its config.json is of another model"
         )
     return fuse(config, state)
 
