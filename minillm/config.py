@@ -55,12 +55,18 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.model_type not in MODEL_TYPES:
             raise MinillmError(
-                f"model_type {self.model_type!r} is not supported; use one of the dense families {', '.join(MODEL_TYPES)}"
+                f"model_type {self.model_type!r} is not supported; use a dense family: {', '.join(MODEL_TYPES)}"
             )
         for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
             "max_position_embeddings",
-        ):  # fmt: skip
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise MinillmError(f"config: {name} must be a positive whole number, got {value!r}")

@@ -53,11 +53,21 @@ def tiny_hf(family: str, **changes):
 
     torch.manual_seed(0)
     base = {
-        "vocab_size": 211, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3,
-        "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
-        "initializer_range": 0.3, "attn_implementation": "eager",
-        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None,
-    }  # fmt: skip
+        "vocab_size": 211,
+        "hidden_size": 48,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+        "attn_implementation": "eager",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": None,
+    }
     base |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     kinds = {
         "llama": (tr.LlamaConfig, tr.LlamaForCausalLM, {}),

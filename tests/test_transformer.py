@@ -49,9 +49,12 @@ def test_logits_and_greedy_tokens_equal_the_library(family, tiny_folder):
             start = len(tokens)
             tokens.append(int(model.logits(hidden[-1:]).argmax()))
         want = oracle.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=64,
-            do_sample=False, eos_token_id=None,
-        )  # fmt: skip
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+        )
         assert tokens == want[0].tolist()
 
 
@@ -84,9 +87,14 @@ def test_embedded_model_generates_the_library_s_tokens(llm, reference, tokenizer
     got = [r.outputs[0].token_ids for r in llm.generate(prompts, params, use_tqdm=False)]
     for ids, tokens in zip(prompts, got, strict=True):
         want = reference.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=64,
-            min_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=2,
-        )  # fmt: skip
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+            max_new_tokens=64,
+            min_new_tokens=64,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=2,
+        )
         assert tokens == want[0, len(ids) :].tolist()
 
 

@@ -32,10 +32,17 @@ def has_display() -> bool:
 
 def jupyter_command(root: Path, port: int) -> list[str]:
     command = [
-        sys.executable, "-m", "jupyterlab", f"--notebook-dir={root}", "--ip=127.0.0.1", f"--port={port}",
-        "--ServerApp.port_retries=0", f"--LabApp.default_url=/lab/tree/{FIRST}",
-        "--LabApp.news_url=none", "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        f"--notebook-dir={root}",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        f"--LabApp.default_url=/lab/tree/{FIRST}",
+        "--LabApp.news_url=none",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
     command += [] if has_display() else ["--no-browser"]
     # Jupyter refuses root unless told; in a container root is the usual user, and it listens on loopback only.
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []

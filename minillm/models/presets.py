@@ -21,25 +21,66 @@ def _llama3(
     hidden: int, inter: int, layers: int, heads: int, tied: bool = False, factor: float = 8.0, head_dim: int = 128
 ) -> ModelConfig:
     return ModelConfig(
-        "llama", 128256, hidden, inter, layers, heads, 8, head_dim, 131072, 1e-5, 500000.0,
-        _LLAMA3_ROPE | {"factor": factor}, tie_word_embeddings=tied, bos_token_id=128000, eos_token_ids=(128001, 128008, 128009),
-    )  # fmt: skip
+        "llama",
+        128256,
+        hidden,
+        inter,
+        layers,
+        heads,
+        8,
+        head_dim,
+        131072,
+        1e-5,
+        500000.0,
+        _LLAMA3_ROPE | {"factor": factor},
+        tie_word_embeddings=tied,
+        bos_token_id=128000,
+        eos_token_ids=(128001, 128008, 128009),
+    )
 
 
 def _qwen2(
     hidden: int, inter: int, layers: int, heads: int, kv: int, head_dim: int, vocab: int, tied: bool
 ) -> ModelConfig:
     return ModelConfig(
-        "qwen2", vocab, hidden, inter, layers, heads, kv, head_dim, 32768, 1e-6, 1e6, None,
-        tie_word_embeddings=tied, attention_bias=True, bos_token_id=151643, eos_token_ids=(151645, 151643),
-    )  # fmt: skip
+        "qwen2",
+        vocab,
+        hidden,
+        inter,
+        layers,
+        heads,
+        kv,
+        head_dim,
+        32768,
+        1e-6,
+        1e6,
+        None,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+        bos_token_id=151643,
+        eos_token_ids=(151645, 151643),
+    )
 
 
 def _qwen3(hidden: int, inter: int, layers: int, heads: int, kv: int, tied: bool) -> ModelConfig:
     return ModelConfig(
-        "qwen3", 151936, hidden, inter, layers, heads, kv, 128, 40960, 1e-6, 1e6, None,
-        tie_word_embeddings=tied, qk_norm=True, bos_token_id=151643, eos_token_ids=(151645, 151643),
-    )  # fmt: skip
+        "qwen3",
+        151936,
+        hidden,
+        inter,
+        layers,
+        heads,
+        kv,
+        128,
+        40960,
+        1e-6,
+        1e6,
+        None,
+        tie_word_embeddings=tied,
+        qk_norm=True,
+        bos_token_id=151643,
+        eos_token_ids=(151645, 151643),
+    )
 
 
 PRESETS: dict[str, ModelConfig] = {
