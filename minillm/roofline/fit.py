@@ -1,0 +1,67 @@
+"""How much of each ceiling the operators reach on this machine, fitted and judged on other shapes. Lesson 02 uses it.
+
+The roofline names four costs of a step: streaming products, attention, elementwise work, calls. A fit
+scales each by one non-negative number. It is judged only on shapes that it never saw.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minillm.errors import MinillmError
+from minillm.roofline.cost import Op
+from minillm.roofline.device import Device
+from minillm.roofline.predict import term
+
+Sample = tuple[Sequence[Op], float]  # the operators of a step, the seconds it took
+FEATURES = ("linear", "attention", "elementwise", "calls")
+
+
+def features(ops: Sequence[Op], device: Device, dtype: str) -> np.ndarray:
+    """Seconds that the roofline gives to products, attention, elementwise work and look-ups, and calls."""
+    found = dict.fromkeys(FEATURES, 0.0)
+    for op in ops:
+        t = term(op, device, dtype)
+        found[{"gather": "elementwise"}.get(op.kind, op.kind)] += t.seconds - t.overhead_seconds
+        found["calls"] += op.calls * (device.call_overhead or 1e-6)
+    return np.array([found[name] for name in FEATURES])
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One factor a feature: 1 is the roofline itself, 2 means that half of the ceiling is reached."""
+
+    factors: dict[str, float]
+
+    def seconds(self, ops: Sequence[Op], device: Device, dtype: str) -> float:
+        return float(features(ops, device, dtype) @ np.array([self.factors[n] for n in FEATURES]))
+
+    def errors(self, samples: Sequence[Sample], device: Device, dtype: str) -> list[float]:
+        """|predicted - measured| / measured for each sample."""
+        return [abs(self.seconds(ops, device, dtype) - s) / s for ops, s in samples]
+
+    def median_error(self, samples: Sequence[Sample], device: Device, dtype: str) -> float:
+        return statistics.median(self.errors(samples, device, dtype))
+
+
+def fit(samples: Sequence[Sample], device: Device, dtype: str, sweeps: int = 20000) -> Fit:
+    """Least squares of the *relative* error with factors of at least 0 (cyclic coordinate descent)."""
+    if len(samples) < len(FEATURES):
+        raise MinillmError(f"a fit of {len(FEATURES)} factors needs as many measured shapes, got {len(samples)}")
+    if min(s for _, s in samples) <= 0:
+        raise MinillmError("measured seconds must be above 0")
+    a = np.stack([features(ops, device, dtype) / s for ops, s in samples])  # predicted share: 1 is a perfect row
+    gram, target = a.T @ a, a.sum(0)
+    x = np.ones(len(FEATURES))
+    for _ in range(sweeps):
+        before = x.copy()
+        for i in range(len(x)):
+            if gram[i, i] > 0:
+                x[i] = max(0.0, x[i] + (target[i] - gram[i] @ x) / gram[i, i])
+        if np.abs(x - before).max() < 1e-12:
+            break
+    return Fit(dict(zip(FEATURES, x.tolist(), strict=True)))
