@@ -194,22 +194,25 @@ def step(
 def generation(
     config: ModelConfig,
     prompts: Sequence[int],
-    new_tokens: int,
+    new_tokens: int | Sequence[int],
     dtype: str = "bfloat16",
     *,
     kv_cache: bool = True,
     attention: str = "exact",
 ) -> list[list[Op]]:
-    """The steps that write `new_tokens` tokens after prompts of these lengths, all decoded together.
+    """The steps that write `new_tokens` tokens (one number, or one for each) after prompts of these lengths.
 
-    The first step computes the prompts and gives the first token; the last token written is never computed.
-    Cached, the other steps compute one token a sequence. Without a cache every step computes everything again.
+    Prompts are computed one after the other, each giving a first token; then all are decoded together, each
+    until it has its tokens. The last token of a sequence is never computed. Cached, a decode step computes one
+    token a sequence; without a cache every step computes everything again.
     """
-    if not prompts or min(prompts) < 1 or new_tokens < 1:
+    counts = [new_tokens] * len(prompts) if isinstance(new_tokens, int) else list(new_tokens)
+    if not prompts or min(prompts) < 1 or len(counts) != len(prompts) or min(counts) < 1:
         raise MinillmError(f"a generation needs prompts and new tokens >= 1, got {list(prompts)!r} and {new_tokens!r}")
-    steps = [[(p, 0) for p in prompts]]
-    for i in range(1, new_tokens):
-        steps.append([(1, p + i - 1) if kv_cache else (p + i, 0) for p in prompts])
+    steps = [[(p, 0)] for p in prompts]
+    for i in range(1, max(counts)):
+        running = [p for p, n in zip(prompts, counts, strict=True) if n > i]
+        steps.append([(1, p + i - 1) if kv_cache else (p + i, 0) for p in running])
     return [step(config, rows, dtype, kv_cache=kv_cache, attention=attention) for rows in steps]
 
 

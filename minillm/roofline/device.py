@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -162,10 +163,13 @@ def _cache_file(identity: dict[str, Any]) -> Path:
 
 
 def cached_machine(where: str = "auto") -> Device | None:
-    """This machine's ceilings if they were measured before under the same identity; never measures."""
+    """The ceilings of this machine if they were measured before, else None. Measures nothing."""
     from minillm.roofline import measure
 
-    identity = measure.identity(measure.pick(where))
+    return _cached(measure.identity(measure.pick(where)))
+
+
+def _cached(identity: dict[str, Any]) -> Device | None:
     try:
         saved = json.loads(_cache_file(identity).read_text(encoding="utf-8"))
         if saved["schema"] == CEILINGS_SCHEMA and saved["device"]["identity"] == identity:
@@ -184,11 +188,12 @@ def this_machine(where: str = "auto", *, remeasure: bool = False) -> Device:
     from minillm.roofline import measure
 
     kind = measure.pick(where)
-    if not remeasure and (saved := cached_machine(where)):
-        return saved
-    path = _cache_file(measure.identity(kind))
+    identity = measure.identity(kind)
+    if not remeasure and (known := _cached(identity)) is not None:
+        return known
     found = measure.measure(kind)
-    partial = path.with_suffix(".part")
+    path = _cache_file(identity)
+    partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps({"schema": CEILINGS_SCHEMA, "device": found.to_dict()}, indent=1), encoding="utf-8")
     partial.replace(path)  # whole or not at all, also when interrupted
     return found

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from minillm.errors import MinillmError
 from minillm.models.linear import Linear, can_pack
 from minillm.roofline.device import Device
+from minillm.roofline.stats import summary
 
 ROWS = (1, 8, 32, 128, 512)
 # (in, out) of q/k/v, o, gate/up, down: the embedded model on a CPU, an 8 B Llama on a GPU.
@@ -92,6 +93,16 @@ def gpu_state() -> dict[str, str]:
     return dict(zip(keys.split(","), (v.strip() for v in lines[0].split(","))))
 
 
+def cpu_state() -> dict[str, Any]:
+    """Clocks in MHz, and how many processes wanted to run in the last minute: what else the machine was doing."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+        return {"clocks_mhz": clocks, "load": os.getloadavg()[0]}
+    except (OSError, ValueError, IndexError):
+        return {}
+
+
 def seconds(run: Callable[[], Any], where: str, repeats: int, warmup: int = 2) -> list[float]:
     """Wall time of each call on a CPU, event time on a GPU. Every sample is kept."""
     for _ in range(warmup):
@@ -110,13 +121,6 @@ def seconds(run: Callable[[], Any], where: str, repeats: int, warmup: int = 2) -
         end.record()
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
-
-
-def summary(samples: list[float]) -> dict[str, float]:
-    """Median, tenth and ninetieth percentile, least and most of some samples."""
-    xs = sorted(samples)
-    at = lambda q: xs[min(len(xs) - 1, max(0, round(q * (len(xs) - 1))))]  # nearest rank
-    return {"median": statistics.median(xs), "p10": at(0.1), "p90": at(0.9), "min": xs[0], "max": xs[-1]}
 
 
 def bandwidths(where: str, megabytes: int | None = None, repeats: int = 8) -> dict[str, list[float]]:

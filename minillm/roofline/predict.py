@@ -113,7 +113,7 @@ def predict_step(
 def predict_generation(
     config: ModelConfig,
     prompts: Sequence[int],
-    new_tokens: int,
+    new_tokens: int | Sequence[int],
     device: Device,
     dtype: str = "bfloat16",
     *,
@@ -121,6 +121,7 @@ def predict_generation(
 ) -> Prediction:
     """A whole generation, prefill and decode: the sum of its steps, since a token needs the one before it."""
     steps = [predict(ops, device, dtype) for ops in generation(config, prompts, new_tokens, dtype, kv_cache=kv_cache)]
+    tokens = new_tokens * len(prompts) if isinstance(new_tokens, int) else sum(new_tokens)
     names = list(dict.fromkeys(t.name for p in steps for t in p.terms))
     summed_up = ("lower", "expected", "upper", "flops", "bytes", "compulsory_bytes")
     sums = {n: sum(getattr(p, n) for p in steps) for n in summed_up}
@@ -133,7 +134,7 @@ def predict_generation(
         terms.append(Term(name=name, bound=limit, **summed))
     return Prediction(
         **sums, intensity=sums["flops"] / sums["bytes"], ridge=device.ridge(dtype),
-        bound=bound(sums["flops"], sums["bytes"], device, dtype), tokens=new_tokens * len(prompts), terms=tuple(terms),
+        bound=bound(sums["flops"], sums["bytes"], device, dtype), tokens=tokens, terms=tuple(terms),
     )  # fmt: skip
 
 
@@ -143,14 +144,26 @@ def predict_shape(shape: dict[str, Any], device: Device) -> Prediction:
     {"model": {ModelConfig fields}, "dtype": ..., "rows": [[new, context], ...], "kv_cache": true} for a step,
     "prompts" and "new_tokens" in place of "rows" for a generation.
     """
+    config, dtype, kv_cache = _read(shape)
+    if "rows" in shape:
+        return predict_step(config, shape["rows"], device, dtype, kv_cache=kv_cache)
+    return predict_generation(config, shape["prompts"], shape["new_tokens"], device, dtype, kv_cache=kv_cache)
+
+
+def ops_of(shape: dict[str, Any]) -> list[Op]:
+    """The operators of a step given as plain data with "rows"."""
+    config, dtype, kv_cache = _read(shape)
+    return step(config, shape["rows"], dtype, kv_cache=kv_cache)
+
+
+def _read(shape: dict[str, Any]) -> tuple[ModelConfig, str, bool]:
     try:
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in shape["model"].items()}
-        config = ModelConfig(**values)
-        dtype, kv_cache = shape["dtype"], shape["kv_cache"]
-        if "rows" in shape:
-            return predict_step(config, [(n, c) for n, c in shape["rows"]], device, dtype, kv_cache=kv_cache)
-        return predict_generation(config, shape["prompts"], shape["new_tokens"], device, dtype, kv_cache=kv_cache)
-    except (KeyError, TypeError) as error:
+        config, dtype, kv_cache = ModelConfig(**values), shape["dtype"], shape["kv_cache"]
+        if "rows" not in shape and not {"prompts", "new_tokens"} <= shape.keys():
+            raise KeyError("rows")
+        return config, dtype, kv_cache
+    except (KeyError, TypeError, AttributeError) as error:
         needs = "model, dtype, kv_cache, and rows or prompts with new_tokens"
         raise MinillmError(f"this shape cannot be predicted ({error}); it needs {needs}") from None
 

@@ -1,0 +1,100 @@
+"""Where the time of a decode step goes, term by term. Used by `bench single`, and by lesson 02.
+
+The functions a step is made of are wrapped with a clock while the engine runs; nested calls are taken off the outer
+one. What no wrapper saw is glue: Python between the operators. On a GPU each wrapper waits for the device, so the
+terms there are serialised and their sum is more than a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from minillm.bench.common import synchronize
+
+TERMS = ("linears", "lm_head", "attention", "norms", "rope_kv_write", "activation", "sampling", "text", "glue")
+
+
+class Account:
+    """Exclusive seconds by term."""
+
+    def __init__(self, device: str):
+        self.device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inner: list[float] = []  # seconds already taken by calls inside each open one
+
+    def wrap(self, term: str | Callable[..., str], function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            name = term if isinstance(term, str) else term(*args)
+            synchronize(self.device)
+            start = time.perf_counter()
+            self._inner.append(0.0)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                synchronize(self.device)
+                spent = time.perf_counter() - start
+                self.seconds[name] += spent - self._inner.pop()
+                if self._inner:
+                    self._inner[-1] += spent
+
+        return timed
+
+
+@contextmanager
+def accounting(engine: Any) -> Iterator[Account]:
+    """Wrap the parts of this engine's step; everything is put back at the end."""
+    from minillm import engine as engine_module
+    from minillm.attention.causal import NoCacheAttention
+    from minillm.cache.contiguous import ContiguousKVCache
+    from minillm.models import transformer
+    from minillm.models.linear import Linear
+
+    account = Account(str(engine.model.device))
+    product = lambda self, *args, **kwargs: "lm_head" if self is engine.model.lm_head else "linears"
+    places: list[tuple[Any, str, Any]] = [
+        (Linear, "__call__", product),
+        (transformer, "rms_norm", "norms"),
+        (transformer, "apply_rope", "rope_kv_write"),
+        (transformer, "swiglu", "activation"),
+        (engine.sampler, "sample", "sampling"),
+        (engine_module.OutputProcessor, "push", "text"),
+    ]
+    for backend in (ContiguousKVCache, NoCacheAttention):
+        places += [
+            (backend, "write", "rope_kv_write"),
+            (backend, "forward", "attention"),
+            (backend, "plan", "attention"),
+        ]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
+    try:
+        for owner, name, term in places:
+            setattr(owner, name, account.wrap(term, getattr(owner, name)))
+        yield account
+    finally:
+        for owner, name, old in before:
+            if old is None:
+                delattr(owner, name)  # it was found on the class, not on the instance
+            else:
+                setattr(owner, name, old)
+
+
+def decode_account(llm: Any, prompt: list[int], new: int) -> dict[str, float]:
+    """Seconds of one decode step by term, averaged over the `new - 1` steps after the prompt; "total": wall time."""
+    from minillm.request import SamplingParams
+
+    request = llm.engine.make_request(prompt, SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True))
+    with accounting(llm.engine) as account:
+        start, steps = 0.0, -1
+        for _ in llm.engine.run([request]):
+            if steps < 0:  # the first token came from the prompt: the account starts behind it
+                account.seconds.clear()
+                start = time.perf_counter()
+            steps += 1
+        total = time.perf_counter() - start
+    spent = {term: account.seconds.get(term, 0.0) / steps for term in TERMS}
+    spent["glue"] = total / steps - sum(spent.values())
+    return spent | {"total": total / steps}

@@ -1,0 +1,121 @@
+"""The command line of the benches, shared by `minillm bench` and `python3 -m minillm.bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+STEPS = ("ceilings", "ladder", "single", "throughput")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "step",
+        choices=STEPS,
+        help="ceilings of the machine; ladder: one step of each rung; single: one stream against a peer; "
+        "throughput: many requests against a peer",
+    )
+    parser.add_argument("--model", help="embedded model, folder, hub name, or for ladder a shape with random weights")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    parser.add_argument("--dtype", default="auto", help="auto (bf16 where supported), float32, bfloat16, float16")
+    parser.add_argument("--peer", help="the other side of single and throughput (default: transformers)")
+    parser.add_argument("--repeats", type=int, help="samples of each measurement (default: by step)")
+    parser.add_argument("--threads", type=int, help="CPU threads of both sides (default: torch's choice)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default: %(default)s)")
+    parser.add_argument("--new", type=int, default=64, help="new tokens (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=32, help="requests of throughput (default: %(default)s)")
+    parser.add_argument("--contexts", help="contexts of ladder, as 128,512,1024")
+    parser.add_argument("--cached-ceilings", action="store_true", help="skip measuring the ceilings; not for a record")
+    parser.add_argument("--out", metavar="DIR", help="write the record there, as STEP-cpu.json or STEP-cuda.json")
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """How to run this again: what was asked, without where it was written."""
+    parts = ["python3 -m minillm.bench", args.step]
+    for name in (
+        "model",
+        "device",
+        "dtype",
+        "peer",
+        "repeats",
+        "threads",
+        "seed",
+        "prompt",
+        "new",
+        "requests",
+        "contexts",
+    ):
+        value = getattr(args, name)
+        if value is not None and value != _DEFAULTS.get(name):
+            parts.append(f"--{name} {value}")
+    return " ".join(parts)
+
+
+_DEFAULTS = {"device": "auto", "dtype": "auto", "seed": 0, "prompt": 128, "new": 64, "requests": 32}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one step, print it, write its record. 1 when the record does not verify."""
+    from minillm.bench.common import Options
+    from minillm.errors import MinillmError
+    from minillm.roofline.record import save, verify
+
+    if args.peer and args.step not in ("single", "throughput"):
+        raise MinillmError(f"--peer belongs to single and throughput; {args.step} has no other side")
+    try:
+        contexts = tuple(sorted({int(c) for c in args.contexts.split(",")})) if args.contexts else None
+    except ValueError:
+        raise MinillmError(f"--contexts must look like 128,512,1024, got {args.contexts!r}") from None
+    names = ("step", "model", "device", "dtype", "repeats", "threads", "seed", "peer", "prompt", "new", "requests")
+    options = Options(
+        **{name: getattr(args, name) for name in names}, contexts=contexts, cached_ceilings=args.cached_ceilings,
+        command=command_line(args),
+    )  # fmt: skip
+    step = _step(args.step)
+    record = step.run(options)
+    faults = verify(record)
+    print(json.dumps(record) if args.json else step.show(record))
+    if args.out:
+        path = save(record, args.out)
+        print(f"record written: {path}", file=sys.stderr)
+    for fault in faults:
+        print(f"fault: {fault.key} {fault.message}", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def _step(name: str) -> Any:
+    if name == "ladder":
+        from minillm.bench import ladder
+
+        return ladder
+    if name == "ceilings":
+        from minillm.bench import ceilings
+
+        return ceilings
+    from minillm.bench import race
+
+    return race
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from minillm.errors import MinillmError
+
+    parser = argparse.ArgumentParser(
+        prog="python3 -m minillm.bench",
+        description="Predict, measure and record one step of the ladder.",
+        epilog="example: python3 -m minillm.bench ladder --device cuda --out benchmarks/records",
+    )
+    add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
+    try:
+        return run(parser.parse_args(argv))
+    except MinillmError as error:
+        print(f"minillm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("minillm: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,63 @@
+"""Statistics of samples, and the numbers that are worked out of them. Kept apart so that records can be checked."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from minillm.errors import MinillmError
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median, tenth and ninetieth percentile (nearest rank), least and most."""
+    xs = sorted(map(float, samples))
+    at = lambda q: xs[round(q * (len(xs) - 1))]
+    return {"median": statistics.median(xs), "p10": at(0.1), "p90": at(0.9), "min": xs[0], "max": xs[-1]}
+
+
+def derive(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
+    """Samples of a derived number. `of` names results of the record, in seconds.
+
+    rate      count / seconds                      tokens/s
+    ratio     samples of the first / the second    paired by repeat: both ran side by side
+    scaled    factor * seconds                     time of one of many equal parts
+    share     least possible seconds / seconds     part of the roof that was reached
+    of_bandwidth  weights and KV bytes / seconds / bytes/s of the second result, measured side by side with it
+    residual  seconds / expected seconds           1 is a perfect prediction
+    fit_error |fitted - measured| / measured       steps `of`, by factors fitted on the steps `train` alone
+    """
+    op, keys = entry["op"], entry["of"]
+    xs = [record["results"][key]["samples"] for key in keys]
+    if op == "rate":
+        return [entry["count"] / x for x in xs[0]]
+    if op == "ratio":
+        return [a / b for a, b in zip(*xs, strict=True)]
+    if op == "scaled":
+        return [entry["factor"] * x for x in xs[0]]
+    if op == "fit_error":
+        return _fit_error(entry, record)
+    prediction = record["predictions"][entry.get("prediction", keys[0])]["prediction"]
+    if op == "share":
+        return [prediction["lower"] / x for x in xs[0]]
+    if op == "of_bandwidth":
+        return [prediction["compulsory_bytes"] / x / rate for x, rate in zip(*xs, strict=True)]
+    if op == "residual":
+        return [x / prediction["expected"] for x in xs[0]]
+    raise MinillmError(f"{op!r} is not a way to derive a number")
+
+
+def _fit_error(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
+    """Fit the factors on some measured steps, judge them on others. See fit.py."""
+    from minillm.roofline.device import Device
+    from minillm.roofline.fit import fit
+    from minillm.roofline.predict import ops_of
+
+    if set(entry["train"]) & set(entry["of"]):
+        raise MinillmError("a fit is judged only on steps that it never saw")
+    device = Device.from_dict(record["ceilings"])
+    shapes = {key: record["predictions"][key]["shape"] for key in (*entry["train"], *entry["of"])}
+    steps = {key: (ops_of(shape), record["results"][key]["median"]) for key, shape in shapes.items()}
+    dtype = next(iter(shapes.values()))["dtype"]
+    fitted = fit([steps[key] for key in entry["train"]], device, dtype)
+    return fitted.errors([steps[key] for key in entry["of"]], device, dtype)
