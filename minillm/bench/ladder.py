@@ -66,8 +66,8 @@ def run(options: Options) -> dict[str, Any]:
         for _ in range(2):
             step()
         book.measured(key, [clock(step, options.device) for _ in range(repeats)])
-        book.derive(f"{key}/share", "share", [key])
-        book.derive(f"{key}/residual", "residual", [key])
+        book.derive(f"{key}.share", "share", [key])
+        book.derive(f"{key}.residual", "residual", [key])
         del step
     for n in [k.removeprefix("naive_") for k in steps if k.startswith("naive_")]:
         book.derive(f"speedup_{n}", "ratio", [f"naive_{n}", f"decode_{n}"])

@@ -92,18 +92,18 @@ def run(options: Options) -> dict[str, Any]:
 
     for name in sides:
         book.measured(name, samples[name])
-        book.derive(f"{name}/tokens_per_s", "rate", [name], count=sum(new))
+        book.derive(f"{name}.tokens_per_s", "rate", [name], count=sum(new))
     book.measured("read", samples["read"], unit="bytes/s", note="streaming reads in the same repeat")
     book.derive("ratio", "ratio", ["peer", "minillm"])
-    book.derive("minillm/residual", "residual", ["minillm"])
+    book.derive("minillm.residual", "residual", ["minillm"])
     if alone:
         book.measured("decode", samples["decode"])
-        book.derive("decode/share", "share", ["decode"])
-        book.derive("decode/of_bandwidth", "of_bandwidth", ["decode", "read"])
-        book.derive("decode/residual", "residual", ["decode"])
+        book.derive("decode.share", "share", ["decode"])
+        book.derive("decode.of_bandwidth", "of_bandwidth", ["decode", "read"])
+        book.derive("decode.residual", "residual", ["decode"])
         accounts = [account.decode_account(llm, prompts[0], new[0]) for _ in progress(range(repeats), "account")]
         for term in (*account.TERMS, "total"):
-            book.measured(f"account/{term}", [max(a[term], 1e-9) for a in accounts], note="instrumented decode step")
+            book.measured(f"account.{term}", [max(a[term], 1e-9) for a in accounts], note="instrumented decode step")
     check(book, llm, peer, prompts, new, outputs, options)
     return book.finish(ceilings_after(options))
 
@@ -136,7 +136,7 @@ def _greedy(new: int) -> Any:
 
 def show(record: dict[str, Any]) -> str:
     """The record as text: both rates, their ratio, the share of the roof, the account of a step."""
-    rate = lambda name: record["derived"][f"{name}/tokens_per_s"]
+    rate = lambda name: record["derived"][f"{name}.tokens_per_s"]
     spread = lambda e, f: f"{e['median']:{f}} (p10 {e['p10']:{f}}, p90 {e['p90']:{f}})"
     setup = record["setup"]
     lines = [
@@ -148,7 +148,7 @@ def show(record: dict[str, Any]) -> str:
     ]
     if "decode" in record["results"]:
         decode, prediction = record["results"]["decode"], record["predictions"]["decode"]["prediction"]
-        share, read = record["derived"]["decode/of_bandwidth"], record["results"]["read"]["median"] / 1e9
+        share, read = record["derived"]["decode.of_bandwidth"], record["results"]["read"]["median"] / 1e9
         lines += [
             f"  decode step   {seconds(decode['median'])}, predicted {seconds(prediction['expected'])}, "
             f"at least {seconds(prediction['lower'])}",
@@ -170,11 +170,11 @@ PREDICTED = {
 
 
 def _account_lines(record: dict[str, Any], prediction: dict[str, Any]) -> list[str]:
-    total = record["results"]["account/total"]["median"]
+    total = record["results"]["account.total"]["median"]
     predicted = {t["name"]: t["seconds"] for t in prediction["terms"]}
     lines = []
     for term in account.TERMS:
-        spent = record["results"][f"account/{term}"]["median"]
+        spent = record["results"][f"account.{term}"]["median"]
         expected = sum(predicted.get(name, 0.0) for name in PREDICTED[term])
         lines.append(
             f"  {term:<16}{seconds(spent):>10}{spent / total:>8.1%}   {seconds(expected) if expected else '-'}"

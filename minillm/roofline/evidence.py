@@ -93,7 +93,7 @@ def value(path: str, folder: Path | None = None) -> Any:
 
 
 def _format(match: re.Match[str], folder: Path | None) -> str:
-    path, factor, spec = match.group(1), match.group(2), match.group(3) or ""
+    path, factor, spec = match.group(1), match.group(2), (match.group(3) or "").strip()
     return _show(path, factor, spec, folder)
 
 
@@ -115,7 +115,7 @@ def sync(text: str, folder: Path | None = None) -> str:
 
     For README: Markdown hides the comments. A text whose `sync` differs from it holds a number no record gives.
     """
-    return _MARKED.sub(lambda m: m[1] + _show(m[2], m[3], m[4] or "", folder) + m[6], text)
+    return _MARKED.sub(lambda m: m[1] + _show(m[2], m[3], (m[4] or "").strip(), folder) + m[6], text)
 
 
 def seconds(value_s: float) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -55,16 +56,27 @@ class Recorder:
         """setup: what a reader must know to repeat this (dtype, threads, timer, cache, mode, seed ...)."""
         self.device = device
         self.record: dict[str, Any] = {
-            "schema": SCHEMA, "name": f"{step}-{device.kind}", "step": step, "formula": FORMULA, "command": command,
-            "software": software(), "setup": plain(setup), "ceilings": plain(device.to_dict()), "predictions": {}, "results": {},
-            "derived": {}, "checks": [], "device": {"name": device.name, "kind": device.kind, "id": plain(device.identity)},
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "name": f"{step}-{device.kind}",
+            "step": step,
+            "formula": FORMULA,
+            "command": command,
+            "software": software(),
+            "setup": plain(setup),
+            "device": {"name": device.name, "kind": device.kind, "id": plain(device.identity)},
+            "ceilings": plain(device.to_dict()),
+            "predictions": {},
+            "results": {},
+            "derived": {},
+            "checks": [],
+        }
         self.sealed = False
 
     def predict(self, key: str, config: ModelConfig, dtype: str, *, kv_cache: bool = True, **work: Any) -> Prediction:
         """Predict before measuring. work: `rows=[(new, context), ...]`, or `prompts=[...]` and `new_tokens=n`."""
         if self.sealed:
             raise MinillmError(f"{key}: the predictions are sealed; a prediction made after measuring is none")
+        _name(key)
         shape = plain({"model": asdict(config), "dtype": dtype, "kv_cache": kv_cache, **work})
         prediction = predict_shape(shape, self.device)
         self.record["predictions"][key] = {"shape": shape, "prediction": plain(prediction.to_dict())}
@@ -83,11 +95,13 @@ class Recorder:
         """Every sample of one quantity. Returns its summary."""
         if not self.sealed:
             raise MinillmError(f"{key}: seal the predictions before measuring")
+        _name(key)
         self.record["results"][key] = {"unit": unit, "samples": list(map(float, samples)), **summary(samples), **notes}
         return summary(samples)
 
     def derive(self, key: str, op: str, of: Sequence[str], **how: Any) -> dict[str, float]:
         """A number worked out of results, see `stats.derive`; `verify` works it out again."""
+        _name(key)
         entry = {"op": op, "of": list(of), **how}
         samples = derive(entry, self.record)
         self.record["derived"][key] = {**entry, "samples": samples, **summary(samples)}
@@ -107,6 +121,11 @@ class Recorder:
         self.record = plain(self.record)
         self.record["hash"] = content_hash(self.record)
         return self.record
+
+
+def _name(key: str) -> None:
+    if not re.fullmatch(r"[\w.+-]+", key):
+        raise MinillmError(f"a key of a record has letters, digits, '.', '_', '+' and '-', got {key!r}")
 
 
 def save(record: dict[str, Any], folder: str | Path) -> Path:
@@ -215,7 +234,7 @@ def _results(record: dict[str, Any]) -> list[Fault]:
                 continue
             if group == "results" and min(samples) <= 0:
                 faults.append(Fault(f"{group}/{key}/samples", "must be above 0"))
-            if group == "derived" and differs(samples, plain(derive(entry, record))) is not None:
+            if group == "derived" and differs(samples, _again(entry, record)) is not None:
                 faults.append(Fault(f"derived/{key}/samples", f"is not the {entry['op']} of {', '.join(entry['of'])}"))
             for name, value in summary(samples).items():
                 if differs(entry.get(name), value) is not None:
@@ -228,6 +247,14 @@ def _results(record: dict[str, Any]) -> list[Fault]:
             message = f"is above its roof: {result['p10']:.4g} s, and nothing can be faster than {floor:.4g} s"
             faults.append(Fault(f"results/{key}/p10", message))
     return faults
+
+
+def _again(entry: dict[str, Any], record: dict[str, Any]) -> Any:
+    """The derived samples once more, or None where they cannot be worked out."""
+    try:
+        return plain(derive(entry, record))
+    except (MinillmError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
 
 
 def roof_seconds(record: dict[str, Any], key: str) -> float:
