@@ -1,0 +1,162 @@
+"""An answer as the checks see it: something to call, wherever it really runs.
+
+`Candidate` sends every call through a transport: in a notebook straight to a `Host` in this process, under `minillm
+grade` to a sandboxed one (`minillm.course.session`). Results are always copies of plain data, or proxies of objects
+that stay where they are, so a result that overloads `==` gains nothing. Tooling of all lessons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from minillm.course import wire
+from minillm.course.host import Host
+
+
+class CandidateError(Exception):
+    """The answer raised, vanished, or returned what cannot be read. The text is meant for the learner."""
+
+
+class NotAttempted(CandidateError):
+    """The answer is still the stub of the exercise (or raised NotImplementedError itself)."""
+
+
+class OverTimeError(CandidateError):
+    """The answer did not come back in time."""
+
+
+class Transport(Protocol):
+    def request(self, target: int, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+        """Perform `Host.call` where the answer lives; `functions[i]` serves callback i."""
+
+
+class LocalTransport:
+    """Runs the answer in this process: the check cells of a notebook."""
+
+    def __init__(self, function: Any):
+        self.host = Host(wire, self._callback)
+        self.functions: list[Any] = []
+        self.root = self.host.keep(function)
+
+    def _callback(self, number: int, args: list[Any]) -> Any:
+        return self.functions[number](*args)
+
+    def request(self, target: int, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+        self.functions = functions
+        return self.host.call(target, attr, args, limit)
+
+
+class Candidate:
+    """Calls look like those of a plain function or class: `candidate(x)`, `candidate(4).allocate(2)`."""
+
+    def __init__(self, transport: Transport, root: int, limit_s: float):
+        self._transport, self._root, self._limit = transport, root, limit_s
+        self.changed: list[str] = []  # arguments that a call wrote into
+        self.after: list[Any] = []  # the arguments of the last call as they were after it
+
+    def __call__(self, *args: Any) -> Any:
+        return self._request(self._root, None, args)
+
+    def _request(self, target: int, attr: str | None, args: tuple[Any, ...] | None) -> Any:
+        functions: list[Any] = []
+
+        def keep(value: Any) -> int:
+            if not callable(value):
+                raise wire.WireError(f"a check may not pass a {type(value).__name__}")
+            functions.append(value)
+            return len(functions) - 1
+
+        encoded = None if args is None else [self._argument(a, keep) for a in args]
+        reply = self._transport.request(target, attr, encoded, self._limit, functions)
+        if "error" in reply:
+            raise _error(reply, self._limit)
+        try:
+            if args is not None:
+                written = {int(i): self._decode(value) for i, value in reply["changed"]}
+                self.changed += [f"argument {i + 1}" for i in written]
+                self.after = [written.get(i, a) for i, a in enumerate(args)]
+            return self._decode(reply["ok"])
+        except (wire.WireError, KeyError, TypeError, ValueError) as error:
+            raise CandidateError(f"the result cannot be read: {error}") from None
+
+    def _decode(self, data: Any) -> Any:
+        return wire.decode(data, lambda i, name: Proxy(self, i, name))
+
+    def _argument(self, value: Any, keep: Callable[[Any], int]) -> Any:
+        if isinstance(value, Proxy):
+            return {"$": "handle", "id": value._id, "type": value._type}
+        data = wire.encode(value, keep)
+        return _as_callback(data)
+
+
+def local(function: Any, limit_s: float = 60.0) -> Candidate:
+    """`function` as a candidate that runs in this process."""
+    transport = LocalTransport(function)
+    return Candidate(transport, transport.root, limit_s)
+
+
+def _as_callback(data: Any) -> Any:
+    """Functions in arguments travel as callbacks (the encoder calls whatever it keeps a handle)."""
+    if isinstance(data, dict):
+        if data["$"] == "handle":
+            return {"$": "callback", "id": data["id"], "type": "function"}
+        if isinstance(data.get("v"), list):
+            return {**data, "v": _as_callback(data["v"])}
+    return [_as_callback(x) for x in data] if isinstance(data, list) else data
+
+
+class Proxy:
+    """An object of the submission. Attributes, calls, length, items and iteration are forwarded to it."""
+
+    def __init__(self, candidate: Candidate, number: int, type_name: str):
+        self._candidate, self._id, self._type = candidate, number, type_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._candidate._request(self._id, name, None)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._candidate._request(self._id, None, args)
+
+    def __len__(self) -> int:
+        try:
+            return int(self._candidate._request(self._id, "__len__", ()))
+        except CandidateError as error:
+            raise TypeError(str(error)) from None  # what `list()` expects of an object without a length
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._candidate._request(self._id, "__getitem__", (key,))
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._candidate._request(self._id, "__iter__", ())
+        for _ in range(100_000):
+            try:
+                yield self._candidate._request(iterator._id, "__next__", ())
+            except CandidateError as error:
+                if str(error).startswith("it raised StopIteration"):
+                    return
+                raise
+        raise CandidateError("it goes on yielding after 100,000 items")
+
+    def __repr__(self) -> str:
+        return f"<{self._type}>"
+
+
+def _error(reply: dict[str, Any], limit: float) -> CandidateError:
+    name, message, where = (str(reply.get(key, "")) for key in ("error", "message", "where"))
+    at = f" at {where}" if where else ""
+    if name == "NotImplementedError":
+        return NotAttempted("not attempted")
+    if name == "OverTime":
+        return OverTimeError(f"it did not come back within {limit:g} s{at}; is there a loop that never ends?")
+    if name == "Gone":
+        return CandidateError(message)
+    if name == "WireError":
+        return CandidateError(f"the result cannot be read: {message}")
+    if name in ("SystemExit", "KeyboardInterrupt"):
+        return CandidateError(f"it ended the program with {name}{at}; an answer returns its result instead")
+    if name == "TypeError" and "positional argument" in message:
+        return CandidateError(f"it raised TypeError: {message}; keep the signature of the task as it was given")
+    return CandidateError(f"it raised {name}: {message}{at}" if message else f"it raised {name}{at}")

@@ -1,0 +1,110 @@
+"""Where an answer runs: calls it with copies of the inputs, under a time limit, and reports what happened as data.
+
+The same code runs inside a notebook (the check cells) and inside the sandbox (`minillm grade`), so both see the same
+outcome. This file stands alone beside `wire`: the sandbox loads both by path. Tooling of all lessons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class OverTime(BaseException):
+    """Raised inside an answer that runs too long. Not an `Exception`, so that `except Exception` lets it pass."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Interrupt the body after `seconds`. Needs POSIX and the main thread; elsewhere there is no limit."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(signum: int, frame: Any) -> None:
+        raise OverTime
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)  # rings again: a bare `except:` may have swallowed the first
+    try:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+class Host:
+    """Holds the objects of a submission and calls them. `wire` is the module `minillm.course.wire`."""
+
+    def __init__(self, wire: Any, callback: Callable[[int, list[Any]], Any] | None = None, swallow: bool = False):
+        self.wire, self.callback, self.swallow = wire, callback, swallow
+        self.objects: dict[int, Any] = {}
+        self.next = 0
+
+    def keep(self, value: Any) -> int:
+        self.next += 1
+        self.objects[self.next] = value
+        return self.next
+
+    def call(self, target: int, attr: str | None, args: list[Any] | None, limit: float) -> dict[str, Any]:
+        """Call object `target` (its attribute `attr`, when given) with encoded `args`; no `args`: just read `attr`."""
+        try:
+            obj = self.objects[target]
+            if args is None:
+                with time_limit(limit):
+                    result = getattr(obj, str(attr))
+                return {"ok": self.wire.encode(result, self.keep), "changed": []}
+            values = self.wire.decode(args, lambda i, _: self.objects[i], self._function)
+            with time_limit(limit):
+                function = obj if attr is None else getattr(obj, attr)
+                result = function(*values)
+                reply = {"ok": self.wire.encode(result, self.keep)}
+            after = self.wire.encode(values, lambda v: self._known(v))
+            reply["changed"] = [[i, b] for i, (a, b) in enumerate(zip(args, after, strict=True)) if a != b]
+            return reply
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and not self.swallow:
+                raise  # the learner pressed stop
+            return describe(error)
+
+    def _known(self, value: Any) -> int:
+        return next((i for i, v in self.objects.items() if v is value), -1)
+
+    def _function(self, number: int, wired: Any) -> Callable[..., Any]:
+        def function(*args: Any) -> Any:
+            assert self.callback is not None
+            return self.callback(number, list(args))
+
+        function._wire = wired  # type: ignore[attr-defined]  # so that it can travel back as itself
+        return function
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as data: type, one-line message, and the submission's own line that raised it."""
+    try:
+        message = " ".join(str(error).split())[:300]
+    except BaseException:
+        message = ""
+    return {"error": type(error).__name__[:80], "message": message, "where": where(error)}
+
+
+def where(error: BaseException) -> str:
+    """`line 4: y = x / 0` for the innermost line that is neither this package, nor torch, nor the standard library."""
+    if isinstance(error, SyntaxError) and error.lineno:
+        return f"line {error.lineno}: {(error.text or '').strip()[:120]}"
+    ours, library = os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(os.__file__)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        name = frame.filename
+        if name.startswith((ours, library, "<frozen")) or "site-packages" in name:
+            continue
+        line = linecache.getline(name, frame.lineno or 0).strip() or (frame.line or "")
+        return f"line {frame.lineno}: {line[:120]}"
+    return ""

@@ -1,0 +1,241 @@
+"""The checks themselves: every reference earns full points, every mistake is told by its own hint."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.course import check, needs
+from minillm.course.checks import judge, load_lesson
+from minillm.course.compare import difference
+from minillm.course.report import result_text
+from minillm.course.tasks import Answer, Case, Mistake, Task, Wrong, prediction
+
+LESSONS = sorted(p.stem[-2:] for p in Path(load_lesson.__code__.co_filename).parent.glob("lesson_[0-9][0-9].py"))
+TASKS = [task for number in LESSONS for task in load_lesson(number).tasks]
+MISTAKES = [pytest.param(t, m, id=f"{t.id}-{m.hint[:40]}") for t in TASKS for m in t.mistakes]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.id)
+def test_reference_earns_full_points(task, capsys):
+    points = check(task.id, task.reference)
+    assert points == task.points
+    assert float(repr(points)) == task.points
+    assert f"{task.points:g} of {task.points:g} points" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("task", "mistake"), MISTAKES)
+def test_each_mistake_loses_points_and_is_named(task, mistake):
+    """A mistake that no case tells from the reference, or that another hint hides, teaches nothing."""
+    result = judge(task, mistake.wrong)
+    assert result.points < task.points
+    assert mistake.hint in result_text(result)
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.id)
+def test_slips_of_predictions_earn_half_and_their_hint(task):
+    for case in task.cases:
+        for factor, hint in case.slips.items():
+            key = case.name.split(",")[0]
+            wrong = {**task.reference(), key: task.reference()[key] * factor}
+            result = judge(task, lambda wrong=wrong: wrong)
+            assert result.points == task.points - case.points * (1 - case.slip_credit), (key, factor)
+            assert hint in result_text(result)
+
+
+CONSTANTS = [0, 1, 0.0, "memory", "compute", (0, 0), [], {}, None, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("constant", CONSTANTS, ids=repr)
+@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.id)
+def test_constants_earn_next_to_nothing(task, constant):
+    assert judge(task, lambda *args: constant).points <= 0.25 * task.points
+
+
+@pytest.mark.parametrize("number", LESSONS)
+def test_lesson_is_in_order(number):
+    lesson = load_lesson(number)
+    assert [t.id for t in lesson.tasks] == [f"{number}.{i + 1}" for i in range(len(lesson.tasks))]
+    assert 4 <= len(lesson.tasks) <= 8
+    assert all(not c.args() and c.run for c in lesson.tasks[0].cases), "the first task is a prediction"
+    source = (Path(load_lesson.__code__.co_filename).parent / f"lesson_{number}.py").read_text()
+    assert not re.search(r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.tasks))", source, re.M)
+    for task in lesson.tasks:
+        assert len({c.name for c in task.cases}) == len(task.cases)
+
+
+DOUBLE = Task(
+    "99.1", "double", "Double it", lambda x: [2 * v for v in x],
+    [Case("two numbers", lambda: ([1.0, 2.0],), why="the reason", hint="the case's hint"), Case("none", lambda: ([],))],
+    mistakes=[Mistake("that is the square", lambda x: [v * v for v in x])], limit_s=0.5,
+)  # fmt: skip
+
+
+def text(candidate, task=DOUBLE) -> str:
+    return result_text(judge(task, candidate))
+
+
+def endless(x):
+    while True:
+        try:
+            while True:
+                pass
+        except Exception:
+            pass
+
+
+def in_place(x):
+    x[:] = [2 * v for v in x]
+    return x
+
+
+def stub(x):
+    raise NotImplementedError("task 99.1")
+
+
+def leaves(x):
+    sys.exit(3)
+
+
+def divides(x):
+    return x[0] / 0
+
+
+def deep(x):
+    return deep(x)
+
+
+class Liar:
+    def __eq__(self, other):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("candidate", "words"),
+    [
+        (stub, "not attempted"),
+        (None, "got None"),
+        (7, "expected the function or class double, got a int"),
+        (lambda x: None, "got None; does the function return"),
+        (lambda x: 3, "expected a list of length 2, got an int"),
+        (lambda x: [2.0], "expected length 2: [2, 4], got length 1: [2]"),
+        (lambda x: [2.0, float("nan")], "[1]: expected 4, got NaN"),
+        (lambda x: [2.0, "4"], "[1]: expected a number (4), got a str"),
+        (lambda x: [1.0, 4.0], "that is the square"),
+        (lambda x: [2.0, 5.0], "the case's hint"),
+        (lambda x: [2.0, 5.0], "the reason"),
+        (lambda x: [2.0, 5.0], "x = [1, 2]"),
+        (lambda: 1, "keep the signature"),
+        (lambda x: Liar(), "expected a list of length 2, got a"),
+        (in_place, "changed its input in place (argument 1)"),
+        (endless, "did not come back within 0.5 s"),
+        (leaves, "ended the program with SystemExit"),
+        (divides, "ZeroDivisionError: float division by zero at line"),
+        (divides, "return x[0] / 0"),
+        (deep, "RecursionError"),
+    ],
+)  # fmt: skip
+def test_faults_are_sentences(candidate, words):
+    assert words in text(candidate)
+    assert "Traceback" not in text(candidate)
+
+
+def test_statuses():
+    assert judge(DOUBLE, stub).status == "not attempted"
+    assert judge(DOUBLE, lambda x: [1.0, 4.0] if x else []).status == "partial"
+    assert judge(DOUBLE, None).status == "missing"
+
+
+def test_torch_results_are_told_apart():
+    import torch
+
+    want = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert difference(want + 1e-7, want, 1e-4, 1e-6) is None
+    assert "expected shape [2, 2], got [4]" in str(difference(want.reshape(-1), want, 1e-4, 1e-6))
+    assert "dtype float32, got float16" in str(difference(want.half(), want, 1e-4, 1e-6))
+    assert "1 of 4 numbers are NaN, the first at [1, 0]" in str(
+        difference(torch.tensor([[1, 2], [float("nan"), 4]]), want, 1e-4, 1e-6)
+    )
+    infinite = torch.tensor([[1, float("inf")], [3, 4]])
+    assert "most at [0, 1]: expected 2, got inf" in str(difference(infinite, want, 1, 1))
+    assert "expected a tensor" in str(difference([1.0], want, 1e-4, 1e-6))
+    assert ".item()" in str(difference(torch.tensor(1.0), 1.0, 1e-4, 1e-6))
+
+
+def test_classes_are_candidates_and_writing_tasks_see_what_was_written():
+    class Stack:
+        def __init__(self, size):
+            self.items, self.size = [], size
+
+        def push(self, v):
+            self.items.append(v)
+            return len(self.items)
+
+        def __iter__(self):
+            yield from self.items
+
+    def scenario(cls, size):
+        stack = cls(size)
+        return [stack.push(5), stack.push(6), list(stack), stack.size]
+
+    task = Task("99.2", "Stack", "A stack", Stack, [Case("two pushes", lambda: (9,), run=scenario)])
+    assert judge(task, Stack).status == "full"
+
+    class Late(Stack):
+        def push(self, v):
+            return len(self.items)
+
+    assert "expected 1, got 0" in text(Late, task)
+
+    def fill(out, value):
+        out[0] = value
+
+    def run(function, out, value):
+        function(out, value)
+        return function.after[0]
+
+    writes = Task("99.3", "fill", "Fill", fill, [Case("one", lambda: ([0, 0], 7), run=run)], writes=True)
+    assert judge(writes, fill).status == "full"
+    assert "[0]: expected 7, got 0" in text(lambda out, value: None, writes)
+
+
+def test_a_scenario_may_fail_with_its_own_sentence():
+    def run(function):
+        if function() != 1:
+            raise Wrong("not one", "one is the loneliest number")
+
+    task = Task("99.4", "one", "One", lambda: 1, [Case("it", run=run)])
+    assert judge(task, lambda: 1).status == "full"
+    assert "not one" in text(lambda: 2, task)
+    assert "loneliest" in text(lambda: 2, task)
+
+
+def test_prediction_dicts():
+    task = prediction("99.5", "P", [Answer("a", 10.0, "s"), Answer("b", 4.0, "m", points=3)])
+    assert task.points == 4
+    assert judge(task, lambda: {"a": 10.05, "b": 4}).status == "full"
+    assert judge(task, lambda: {"a": 10.2, "b": 4}).points == 3
+    assert "has no key 'b'" in text(lambda: {"a": 10}, task)
+    assert "expected a dict with the key 'a', got an int" in text(lambda: 5, task)
+
+
+def test_unknown_task_and_needs(capsys):
+    assert check("00.99", len) == 0
+    assert check("xx", len) == 0
+    with needs("01.2", "01.4"):
+        stub(1)
+    out = capsys.readouterr().out
+    assert "no task '00.99'" in out
+    assert "comes alive once tasks 01.2, 01.4 are done" in out
+    with pytest.raises(ZeroDivisionError), needs("01.2"):
+        divides([1.0])
+
+
+def test_lesson_00_needs_no_torch():
+    """So that `minillm grade 00` answers at once."""
+    code = "import sys; from minillm.course.checks import load_lesson as f; f('00'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
