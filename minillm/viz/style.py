@@ -7,11 +7,13 @@ well. Figures are made without pyplot, so nothing global is touched and nothing 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 BLACK = "#000000"
 ORANGE = "#E69F00"
@@ -25,7 +27,7 @@ GREY = "#6E6E6E"
 
 PALETTE = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
 # What was computed before the measurement, and what was measured: the same two looks in every lesson.
 PREDICTED: dict[str, Any] = {"color": BLUE, "linestyle": "--", "linewidth": 1.8}
@@ -56,10 +58,25 @@ def name_axes(ax: Axes, x: str, y: str, title: str = "") -> None:
         ax.set_title(title, fontsize=SIZE + 1, loc="left")
 
 
+def plain_ticks(ax: Axes, x: Sequence[float] | None = None) -> None:
+    """Logarithmic axes read 1, 10, 100 and not powers; `x` puts the ticks of the x axis on these values."""
+    number = FuncFormatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
+    for axis, scale in ((ax.xaxis, ax.get_xscale()), (ax.yaxis, ax.get_yscale())):
+        if scale == "log":
+            axis.set_major_formatter(number)
+            axis.set_minor_formatter(NullFormatter())
+    low, high = sorted(ax.get_ylim())
+    if ax.get_yscale() == "log" and high / low < 100:  # a decade or two: 10, 20, 50 are wanted too
+        ax.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    if x is not None:
+        ax.set_xticks(list(x), [f"{v:,g}" for v in x])
+        ax.minorticks_off()
+
+
 def label(ax: Axes, x: float, y: float, text: str, color: str = BLACK, **how: Any) -> None:
     """A word at a point, in the colour of what it names; `dx` and `dy` shift it in points."""
     dx, dy = how.pop("dx", 6), how.pop("dy", 0)
-    how = {"fontsize": SMALL, "va": "center", "ha": "left"} | how
+    how = {"fontsize": SMALL, "va": "center", "ha": "left", **how}
     ax.annotate(text, (x, y), (dx, dy), textcoords="offset points", color=color, **how)
 
 
