@@ -23,7 +23,7 @@ from minillm.models.transformer import Transformer
 from minillm.output import OutputProcessor
 from minillm.request import MAX_SEED, Request, SamplingParams
 from minillm.runner import CachedRunner, NaiveRunner, Runner
-from minillm.sampler import Sampler, validate
+from minillm.sampler import NO_TOKEN, Sampler, no_token_error, validate
 
 PARTS = ("sampler", "kv_cache", "detokenizer")
 
@@ -128,7 +128,9 @@ class Engine:
         tokens, logprobs = self.sampler.sample(logits, running)
         now = time.perf_counter()
         step = []
-        for r, token, entry in zip(running, tokens, logprobs, strict=True):
+        for row, r, token, entry in zip(logits, running, tokens, logprobs, strict=True):
+            if token == NO_TOKEN:
+                raise no_token_error(row, r)
             r.times.setdefault("first_token", now)
             if entry is not None:
                 r.logprobs.append(entry)
