@@ -31,6 +31,7 @@ from minillm.runner import CachedRunner, NaiveRunner
 
 CONTEXTS = {"cpu": (16, 64, 128, 256, 512, 1024), "cuda": (128, 512, 1024, 2048, 4096)}
 BATCHES = {"cpu": (4, 16, 32), "cuda": (8, 32, 64)}
+LONGEST_BATCHED = {"cpu": 512, "cuda": 1024}
 MODEL = {"cpu": "smollm2-135m", "cuda": "llama-3.1-8b"}
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.01}  # of the largest logit; a wrong cache is off by 1
 
@@ -44,8 +45,9 @@ def plan(options: Options) -> dict[str, dict[str, Any]]:
         steps[f"naive_{n}"] = {"rows": [(n, 0)], "kv_cache": False}
         steps[f"prefill_{n}"] = {"rows": [(n, 0)], "kv_cache": True}
         steps[f"decode_{n}"] = {"rows": [(1, n - 1)], "kv_cache": True}  # the token that naive_n recomputes all for
+    short = [n for n in contexts if n <= LONGEST_BATCHED[kind]] or list(contexts[:1])
     for batch in BATCHES[kind]:
-        for n in [c for c in contexts if c <= 1024][-3::2]:
+        for n in dict.fromkeys((short[-3:][0], short[-1])):
             steps[f"decode_{n}x{batch}"] = {"rows": [(1, n - 1)] * batch, "kv_cache": True}
     return steps
 

@@ -126,8 +126,7 @@ def seconds(run: Callable[[], Any], where: str, repeats: int, warmup: int = 2) -
 def bandwidths(where: str, megabytes: int | None = None, repeats: int = 8) -> dict[str, list[float]]:
     """bytes/s of read, copy, triad and page gather: samples over two sizes beyond the last cache."""
     if megabytes is None:
-        cache = last_cache_bytes() if where == "cpu" else torch.cuda.get_device_properties(where).L2_cache_size
-        megabytes = min(max(256, 8 * cache >> 20), 512) if where == "cpu" else 2048
+        megabytes = min(max(256, 8 * last_cache_bytes() >> 20), 512) if where == "cpu" else 2048
     found: dict[str, list[float]] = {"read": [], "copy": [], "triad": [], "gather": []}
     for size in (megabytes, 2 * megabytes):
         n = size * (1 << 20) // 4
