@@ -27,7 +27,7 @@ class OverTimeError(CandidateError):
 
 
 class Transport(Protocol):
-    def request(self, target: int, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+    def request(self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
         """Perform `Host.call` where the answer lives; `functions[i]` serves callback i."""
 
 
@@ -42,7 +42,7 @@ class LocalTransport:
     def _callback(self, number: int, args: list[Any]) -> Any:
         return self.functions[number](*args)
 
-    def request(self, target: int, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+    def request(self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
         self.functions = functions
         return self.host.call(target, attr, args, limit)
 
@@ -50,7 +50,7 @@ class LocalTransport:
 class Candidate:
     """Calls look like those of a plain function or class: `candidate(x)`, `candidate(4).allocate(2)`."""
 
-    def __init__(self, transport: Transport, root: int, limit_s: float):
+    def __init__(self, transport: Transport, root: Any, limit_s: float):
         self._transport, self._root, self._limit = transport, root, limit_s
         self.changed: list[str] = []  # arguments that a call wrote into
         self.after: list[Any] = []  # the arguments of the last call as they were after it

@@ -46,7 +46,7 @@ class Host:
 
     def __init__(self, wire: Any, callback: Callable[[int, list[Any]], Any] | None = None, swallow: bool = False):
         self.wire, self.callback, self.swallow = wire, callback, swallow
-        self.objects: dict[int, Any] = {}
+        self.objects: dict[Any, Any] = {}
         self.next = 0
 
     def keep(self, value: Any) -> int:
@@ -54,7 +54,7 @@ class Host:
         self.objects[self.next] = value
         return self.next
 
-    def call(self, target: int, attr: str | None, args: list[Any] | None, limit: float) -> dict[str, Any]:
+    def call(self, target: Any, attr: str | None, args: list[Any] | None, limit: float) -> dict[str, Any]:
         """Call object `target` (its attribute `attr`, when given) with encoded `args`; no `args`: just read `attr`."""
         try:
             obj = self.objects[target]

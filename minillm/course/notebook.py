@@ -42,7 +42,8 @@ def source(cell: Cell) -> str:
 
 
 def tags(cell: Cell) -> list[str]:
-    return list(cell.get("metadata", {}).get("tags", []))
+    found = cell.get("metadata", {}).get("tags", [])
+    return [str(tag) for tag in found] if isinstance(found, list) else []
 
 
 def code_cells(nb: Notebook) -> list[Cell]:
@@ -52,10 +53,18 @@ def code_cells(nb: Notebook) -> list[Cell]:
 def read(path: str | Path) -> Notebook:
     """A notebook from disk, checked just enough that the other tools can walk over it."""
     try:
-        nb = json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse(Path(path).read_bytes(), str(path))
     except FileNotFoundError:
         raise MinillmError(f"{path} does not exist; give the path of a notebook") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise MinillmError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parse(content: bytes, path: str) -> Notebook:
+    """A notebook from the bytes of the file `path`."""
+    try:
+        nb = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise MinillmError(f"{path} is not a notebook: it cannot be read as JSON ({error}); save it again") from None
     cells = nb.get("cells") if isinstance(nb, dict) else None
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):

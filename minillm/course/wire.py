@@ -18,6 +18,7 @@ from typing import Any
 
 LIMIT_BYTES = 64 * 2**20  # of one message
 DEPTH = 40
+LONGEST = 1_000_000  # items of one list
 # Dataclasses that both sides know and may rebuild; a name from the other side is never imported otherwise.
 SHARED = ("minillm.config:ModelConfig", "minillm.request:SamplingParams")
 
@@ -49,7 +50,9 @@ def encode(value: Any, keep: Keep | None = None, depth: int = 0) -> Any:
         return value if math.isfinite(value) else {"$": "float", "v": repr(value)}
     if isinstance(value, bytes | bytearray):
         return {"$": "bytes", "v": base64.b64encode(bytes(value)).decode()}
-    if type(value) is list:
+    if isinstance(value, list | tuple | set | frozenset | dict) and len(value) > LONGEST:
+        raise WireError(f"a {type(value).__name__} of {len(value)} items is too long for a check")
+    if isinstance(value, list):
         return [encode(v, keep, depth + 1) for v in value]
     if isinstance(value, tuple):
         return {"$": "tuple", "v": [encode(v, keep, depth + 1) for v in value]}

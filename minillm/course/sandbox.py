@@ -1,0 +1,245 @@
+"""What runs inside the process that holds a submission: cells first, then one call at a time, over a pipe.
+
+Started by `minillm.course.session` as a script of its own, so that it holds no reference, no expected value and no
+check. What it refuses, and how: memory, CPU time and file size by `setrlimit`; the network by an empty network
+namespace where the kernel allows one, and by an audit hook everywhere; by the same hook, starting processes, writing
+outside the scratch folder, reading notebooks or the course's own source, and importing minillm beyond what the lesson
+allows. An audit hook cannot be removed by Python code, but native code passes it by: this stops accidents and casual
+cheating, not an attacker. For hostile submissions run the grader itself in a container. Tooling of all lessons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import linecache
+import os
+import sys
+import types
+from typing import Any
+
+PROCESSES = (
+    "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn",
+    "os.kill", "os.killpg", "signal.pthread_kill", "os.startfile",
+)  # fmt: skip
+NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostby")
+CHANGES = (
+    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown",
+    "os.utime",
+)  # fmt: skip
+
+
+class Pipe:
+    """Length-prefixed JSON on two file descriptors that the submission's prints cannot reach by accident."""
+
+    def __init__(self) -> None:
+        self.inp, self.out = os.dup(0), os.dup(1)
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+
+    def receive(self) -> Any:
+        return json.loads(self._read(int.from_bytes(self._read(8), "big")))
+
+    def _read(self, size: int) -> bytes:
+        raw = b""
+        while len(raw) < size:
+            part = os.read(self.inp, min(size - len(raw), 1 << 20))
+            if not part:
+                os._exit(0)  # the grader is gone
+            raw += part
+        return raw
+
+    def send(self, raw: bytes) -> None:
+        raw = len(raw).to_bytes(8, "big") + raw
+        while raw:
+            raw = raw[os.write(self.out, raw) :]
+
+
+def limit(setup: dict[str, Any]) -> None:
+    """Resource limits and, on Linux, no network and no life after the grader."""
+    import resource
+
+    def cap(which: str, value: int) -> None:
+        if (kind := getattr(resource, which, None)) is not None:
+            hard = resource.getrlimit(kind)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(kind, (value, value))
+
+    cap("RLIMIT_CORE", 0)
+    cap("RLIMIT_FSIZE", 64 * 2**20)
+    cap("RLIMIT_NOFILE", 512)
+    cap("RLIMIT_CPU", int(setup["cpu_s"]))
+    cap("RLIMIT_DATA" if sys.platform == "linux" else "RLIMIT_AS", int(setup["memory_mb"]) * 2**20)
+    if sys.platform == "linux":
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
+        new_net, new_user = 0x40000000, 0x10000000
+        if libc.unshare(new_net):
+            libc.unshare(new_net | new_user)
+
+
+def stand_ins(package: str, allow: list[str]) -> None:
+    """A `minillm` that holds the allowed modules and a `check` that does nothing: the grader checks later."""
+    for name, path in (("minillm", [package]), ("minillm.course", []), ("minillm.course.checks", [])):
+        module = types.ModuleType(name)
+        module.__path__ = path
+        sys.modules[name] = module
+    for name in allow:
+        importlib.import_module(name)
+    sys.modules["minillm"].__path__ = []
+
+    def check(task_id: str, candidate: Any) -> float:
+        return 0.0
+
+    @contextlib.contextmanager
+    def needs(*task_ids: str) -> Any:
+        with contextlib.suppress(NotImplementedError):
+            yield
+
+    for name in ("minillm.course", "minillm.course.checks"):
+        sys.modules[name].__dict__.update(check=check, needs=needs)
+
+
+def guard(forbidden: list[str], scratch: str) -> None:
+    """Refuse, from now on, what no answer needs."""
+    closed = tuple(os.path.realpath(f) for f in forbidden)
+    scratch = os.path.realpath(scratch)
+    realpath, fsdecode, separator = os.path.realpath, os.fsdecode, os.sep
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    loaded = sys.modules
+
+    def inside(path: str, folder: str) -> bool:
+        return path == folder or path.startswith(folder + separator)
+
+    def writable(path: Any) -> bool:
+        if isinstance(path, int):
+            return True
+        real = realpath(fsdecode(path))
+        return inside(real, scratch) or real == os.devnull
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open":
+            if args[0] is None or isinstance(args[0], int):
+                return
+            real = realpath(fsdecode(args[0]))
+            if real.endswith(".ipynb") or any(inside(real, folder) for folder in closed):
+                raise PermissionError("while grading, an answer cannot read notebooks or the course's own files")
+            if args[2] & writing and not writable(args[0]):
+                raise PermissionError(f"while grading, an answer cannot write to {args[0]!r}")
+        elif event == "import":
+            if args[0].startswith("minillm.") and args[0] not in loaded:
+                raise ImportError(f"while grading, an answer cannot import {args[0]}; write it yourself")
+        elif event.startswith(PROCESSES):
+            raise PermissionError("while grading, an answer cannot start or signal processes")
+        elif event.startswith(NETWORK):
+            raise PermissionError("while grading, there is no network")
+        elif event in CHANGES and not all(writable(p) for p in args[: 2 if event == "os.rename" else 1]):
+            raise PermissionError(f"while grading, an answer cannot change {args[0]!r}")
+
+    with contextlib.suppress(ImportError):  # multiprocessing starts processes below the level of the hook
+        import _posixsubprocess
+
+        def fork_exec(*args: Any) -> None:
+            raise PermissionError("while grading, an answer cannot start or signal processes")
+
+        _posixsubprocess.fork_exec = fork_exec  # type: ignore[assignment]
+    sys.addaudithook(hook)
+
+
+def plain(text: str) -> str:
+    """A cell without IPython's magics and shell lines; a `%%` cell is skipped as a whole."""
+    if text.lstrip().startswith("%%"):
+        return ""
+    try:
+        compile(text, "<cell>", "exec")
+        return text
+    except SyntaxError:
+        marks = ("%", "!", "?")
+        lines = ["pass" if line.strip().startswith(marks) else line for line in text.split("\n")]
+        return "\n".join(lines)
+    except ValueError:  # a null byte
+        return text
+
+
+def run_cells(setup: dict[str, Any], pipe: Pipe, host: Any, host_module: Any) -> None:
+    """Execute the cells in order; at a check cell keep what the task's name stands for at that point."""
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    space = main.__dict__
+    errors: list[Any] = []
+
+    def keep(task_id: str, name: str) -> None:
+        if callable(space.get(name)):
+            host.objects[task_id] = space[name]
+
+    for item in setup["cells"]:
+        if "keep" in item:
+            keep(item["keep"], item["name"])
+            continue
+        number = item["number"]
+        pipe.send(json.dumps({"cell": number}).encode())
+        text, name = plain(item["source"]), f"<cell {number}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        try:
+            with host_module.time_limit(setup["cell_s"]):
+                exec(compile(text, name, "exec"), space)
+        except NotImplementedError:
+            pass  # a stub, called by the learner's own cell
+        except BaseException as error:
+            errors.append([number, host_module.describe(error)])
+    for task_id, name in setup["names"].items():
+        if task_id not in host.objects:
+            keep(task_id, name)
+    callables = [n[:80] for n, v in list(space.items()) if isinstance(n, str) and callable(v)][:500]
+    found = [task_id for task_id in setup["names"] if task_id in host.objects]
+    pipe.send(host.wire.dumps({"loaded": errors, "found": found, "names": callables}))
+
+
+def load(name: str, path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    sys.dont_write_bytecode = True
+    pipe = Pipe()
+    setup = pipe.receive()
+    sys.path[:] = setup["path"]
+    limit(setup)
+    here = os.path.join(setup["package"], "course")
+    wire, host_module = load("_wire", os.path.join(here, "wire.py")), load("_host", os.path.join(here, "host.py"))
+    stand_ins(setup["package"], setup["allow"])
+    os.dup2(1, 2)  # so far an error of this script could be read by the grader; the submission's are not
+
+    def callback(number: int, args: list[Any]) -> Any:
+        pipe.send(wire.dumps({"callback": number, "args": wire.encode(args, host.keep)}))
+        reply = pipe.receive()
+        if "error" in reply:
+            raise {"TypeError": TypeError, "ValueError": ValueError}.get(reply["error"], RuntimeError)(reply["message"])
+        return wire.decode(reply["ok"], lambda i, _: host.objects[i])
+
+    host = host_module.Host(wire, callback, swallow=True)
+    guard(setup["forbidden"], setup["scratch"])
+    run_cells(setup, pipe, host, host_module)
+    while True:
+        request = pipe.receive()
+        reply = host.call(request["target"], request["attr"], request["args"], request["limit"])
+        try:
+            raw = wire.dumps(reply)
+        except Exception as error:
+            raw = json.dumps(host_module.describe(error)).encode()
+        pipe.send(raw)
+
+
+if __name__ == "__main__":
+    main()
