@@ -63,7 +63,9 @@ def test_lesson_is_in_order(number):
     assert 4 <= len(lesson.tasks) <= 8
     assert all(not c.args() and c.run for c in lesson.tasks[0].cases), "the first task is a prediction"
     source = (Path(load_lesson.__code__.co_filename).parent / f"lesson_{number}.py").read_text()
-    assert not re.search(r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.tasks))", source, re.M)
+    assert not re.search(
+        r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.tasks|course\.checks\.tiny))", source, re.M
+    )
     for task in lesson.tasks:
         assert len({c.name for c in task.cases}) == len(task.cases)
 
@@ -233,6 +235,24 @@ def test_unknown_task_and_needs(capsys):
     assert "comes alive once tasks 01.2, 01.4 are done" in out
     with pytest.raises(ZeroDivisionError), needs("01.2"):
         divides([1.0])
+
+
+def test_the_tiny_model_is_the_references_put_together():
+    """Two independent writings of one transformer: loops in lesson_01, whole tensors in tiny."""
+    import torch
+
+    from minillm.course.checks import lesson_01 as ref
+
+    model, ids = ref.MODEL, [5, 3, 31, 0, 8]
+    x, one = model.table[torch.tensor(ids)], torch.ones(model.dim, dtype=torch.float64)
+    for w in model.weights:
+        h = ref.rms_norm(x, one, 1e-5)
+        q, k, v = ((h @ w[n].T).reshape(len(ids), -1, model.head_dim) for n in "qkv")
+        x = x + ref.attention(ref.rope(q, 0, 1e4), ref.rope(k, 0, 1e4), v).reshape(len(ids), -1) @ w["o"].T
+        x = x + ref.swiglu(ref.rms_norm(x, one, 1e-5), w["gate"], w["up"], w["down"])
+    logits = (ref.rms_norm(x, one, 1e-5) @ model.table.T).float()
+    assert difference(model(ids), logits, 1e-5, 1e-6) is None
+    assert difference(model(ids[:3]), logits[:3], 1e-5, 1e-6) is None, "causal"
 
 
 def test_lesson_00_needs_no_torch():

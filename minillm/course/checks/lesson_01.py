@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minillm.course.checks.tiny import TinyModel, randn
 from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, Wrong, prediction
 
 PROMPT, NEW, PARAMETERS = 100, 100, 135e6
 NAIVE = sum(PROMPT + i for i in range(NEW))  # every step feeds the prompt and all tokens so far
-
-
-def randn(seed: int, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale).to(dtype)
 
 
 # 01.2 RMSNorm
@@ -121,35 +117,6 @@ def mlp_args(seed: int, *lead: int) -> Callable[[], Any]:
 
 
 # 01.6 the naive loop
-
-
-class TinyModel:
-    """Two layers of random weights built from the references above, in float64: `model(ids)` gives logits `[T, V]`."""
-
-    vocab, dim, heads, kv_heads, head_dim = 40, 16, 2, 1, 8
-
-    def __init__(self, seed: int = 7):
-        d, q, kv = self.dim, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.table = randn(seed, self.vocab, d, dtype=torch.float64)
-        sizes = {"q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "gate": (24, d), "up": (24, d), "down": (d, 24)}
-        self.layers = [
-            {n: randn(seed + 10 * i + j, *s, scale=0.4, dtype=torch.float64) for j, (n, s) in enumerate(sizes.items())}
-            for i in (1, 2)
-        ]
-
-    def __call__(self, ids: Sequence[int]) -> Tensor:
-        return self._logits(tuple(ids)).clone()
-
-    @functools.cache  # noqa: B019  (one model for the life of the process; texts come up again and again)
-    def _logits(self, ids: tuple[int, ...]) -> Tensor:
-        one, steps = torch.ones(self.dim, dtype=torch.float64), len(ids)
-        x = self.table[torch.tensor(ids)]
-        for w in self.layers:
-            h = rms_norm(x, one, 1e-5)
-            q, k, v = ((h @ w[n].T).reshape(steps, -1, self.head_dim) for n in "qkv")
-            x = x + attention(rope(q, 0, 1e4), rope(k, 0, 1e4), v).reshape(steps, -1) @ w["o"].T
-            x = x + swiglu(rms_norm(x, one, 1e-5), w["gate"], w["up"], w["down"])
-        return (rms_norm(x, one, 1e-5) @ self.table.T).float()
 
 
 MODEL = TinyModel()
