@@ -106,6 +106,7 @@ FORGERIES = {
     "a ratio": (set_in("derived|ratio|samples", [9.0, 9.0, 9.0]), "derived/ratio/samples"),
     "a rate": (set_in("derived|prefill.tokens_per_s|count", 500), "derived/prefill.tokens_per_s/samples"),
     "a fit": (set_in("derived|fit_error|samples", [0.01] * 4), "derived/fit_error/samples"),
+    "a factor": (set_in("derived|fit_error|factors|linear", 1.0), "derived/fit_error/factors"),
     "what a fit saw": (set_in("derived|fit_error|of", ["prefill"]), "derived/fit_error/samples"),
     "the formula": (set_in("formula", "0"), "formula"),
     "the order": (set_in("measured_at", "2000-01-01T00:00:00.000+00:00"), "predicted_at"),

@@ -129,6 +129,9 @@ def show(record: dict[str, Any]) -> str:
                 f"{key.removeprefix('speedup_'):>6} tokens: the cache makes a step {entry['median']:.1f} times faster"
             )
     if "fit_error" in record["derived"]:
-        error = record["derived"]["fit_error"]["median"]
-        lines.append(f"fitted on every other step, the rest is missed by {error:.0%} (median)")
+        fit = record["derived"]["fit_error"]
+        factors = ", ".join(f"{name} {value:.2f}" for name, value in fit["factors"].items())
+        lines.append(
+            f"fitted on every other step ({factors} times the roofline), the rest is missed by {fit['median']:.0%}"
+        )
     return "\n".join(lines)

@@ -14,7 +14,7 @@ import math
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -25,7 +25,7 @@ from minillm.config import ModelConfig
 from minillm.errors import MinillmError
 from minillm.roofline.device import Device
 from minillm.roofline.predict import FORMULA, Prediction, predict_shape
-from minillm.roofline.stats import derive, summary
+from minillm.roofline.stats import derive, fit_of, summary
 
 SCHEMA = 1
 KEYS = (
@@ -104,6 +104,8 @@ class Recorder:
         _name(key)
         entry = {"op": op, "of": list(of), **how}
         samples = derive(entry, self.record)
+        if op == "fit_error":
+            entry["factors"] = fit_of(entry, self.record)[0]
         self.record["derived"][key] = {**entry, "samples": samples, **summary(samples)}
         return summary(samples)
 
@@ -234,8 +236,12 @@ def _results(record: dict[str, Any]) -> list[Fault]:
                 continue
             if group == "results" and min(samples) <= 0:
                 faults.append(Fault(f"{group}/{key}/samples", "must be above 0"))
-            if group == "derived" and differs(samples, _again(entry, record)) is not None:
+            if group == "derived" and differs(samples, _again(derive, entry, record)) is not None:
                 faults.append(Fault(f"derived/{key}/samples", f"is not the {entry['op']} of {', '.join(entry['of'])}"))
+            if entry.get("op") == "fit_error" and (
+                differs([entry.get("factors"), samples], _again(fit_of, entry, record)) is not None
+            ):
+                faults.append(Fault(f"derived/{key}/factors", "are not what these steps give"))
             for name, value in summary(samples).items():
                 if differs(entry.get(name), value) is not None:
                     faults.append(Fault(f"{group}/{key}/{name}", f"is {entry.get(name)!r}, the samples give {value!r}"))
@@ -249,10 +255,10 @@ def _results(record: dict[str, Any]) -> list[Fault]:
     return faults
 
 
-def _again(entry: dict[str, Any], record: dict[str, Any]) -> Any:
-    """The derived samples once more, or None where they cannot be worked out."""
+def _again(work: Callable[..., Any], entry: dict[str, Any], record: dict[str, Any]) -> Any:
+    """What a derived number comes from, worked out once more, or None where that is impossible."""
     try:
-        return plain(derive(entry, record))
+        return plain(work(entry, record))
     except (MinillmError, KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
 

@@ -36,7 +36,7 @@ def derive(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
     if op == "scaled":
         return [entry["factor"] * x for x in xs[0]]
     if op == "fit_error":
-        return _fit_error(entry, record)
+        return fit_of(entry, record)[1]
     prediction = record["predictions"][entry.get("prediction", keys[0])]["prediction"]
     if op == "share":
         return [prediction["lower"] / x for x in xs[0]]
@@ -47,8 +47,8 @@ def derive(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
     raise MinillmError(f"{op!r} is not a way to derive a number")
 
 
-def _fit_error(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
-    """Fit the factors on some measured steps, judge them on others. See fit.py."""
+def fit_of(entry: dict[str, Any], record: dict[str, Any]) -> tuple[dict[str, float], list[float]]:
+    """Factors fitted on the steps `train`, and their relative errors on the steps `of`. See fit.py."""
     from minillm.roofline.device import Device
     from minillm.roofline.fit import fit
     from minillm.roofline.predict import ops_of
@@ -60,4 +60,4 @@ def _fit_error(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
     steps = {key: (ops_of(shape), record["results"][key]["median"]) for key, shape in shapes.items()}
     dtype = next(iter(shapes.values()))["dtype"]
     fitted = fit([steps[key] for key in entry["train"]], device, dtype)
-    return fitted.errors([steps[key] for key in entry["of"]], device, dtype)
+    return fitted.factors, fitted.errors([steps[key] for key in entry["of"]], device, dtype)
