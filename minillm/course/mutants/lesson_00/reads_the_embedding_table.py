@@ -1,0 +1,15 @@
+"""A step that reads all it stores: right for tied models only."""
+
+TASK = "00.4"
+POINTS = 3.5
+HINT = "reads one row of the embedding table"
+
+
+def weight_bytes(config, bytes_per_element):
+    d = config.hidden_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = d * (q + 2 * kv) + q * d + 3 * d * config.intermediate_size + 2 * d
+    layer += q + 2 * kv if config.attention_bias else 0
+    body, table = config.num_layers * layer + d, config.vocab_size * d
+    stored = body + table * (1 if config.tie_word_embeddings else 2)
+    return stored * bytes_per_element, stored * bytes_per_element
