@@ -17,10 +17,7 @@ from matplotlib.patches import Rectangle
 from minillm.errors import MinillmError
 from minillm.roofline.device import Device
 from minillm.viz import style
-
-PREFIXES = tuple(
-    (10.0 ** (15 - 3 * i), prefix) for i, prefix in enumerate(("P", "T", "G", "M", "k", "", "m", "µ", "n"))
-)
+from minillm.viz.units import common_scale, si
 
 
 @dataclass(frozen=True)
@@ -34,16 +31,6 @@ class Series:
     points: Sequence[tuple[float, float]]
     words: Sequence[str] = field(default=())
     measured: bool = False
-
-
-def si(value: float, unit: str, digits: int = 3) -> str:
-    """`si(2.04e12, "B/s")` -> "2.04 TB/s". Three digits by default, which is what a median deserves."""
-    if value == 0:
-        return f"0 {unit}"
-    size, prefix = next((p for p in PREFIXES if abs(value) >= p[0] * 0.9995), PREFIXES[-1])
-    scaled = value / size
-    whole = len(str(int(abs(scaled)))) if abs(scaled) >= 1 else 1
-    return f"{scaled:.{max(0, digits - whole)}f} {prefix}{unit}"
 
 
 def attainable(intensity: float, peak: float, bandwidth: float) -> float:
@@ -101,7 +88,7 @@ def compare(
     """
     samples = [np.atleast_1d(np.asarray(m, dtype=float)) for m in measured]
     medians = [float(np.median(s)) for s in samples]
-    scale, letter = _common_scale([*predicted, *medians])
+    scale, letter = common_scale([*predicted, *medians])
     fig, (ax,) = style.figure(height=1.5 + 0.42 * len(names))
     y = np.arange(len(names))[::-1]
     if bounds is not None:
@@ -111,14 +98,23 @@ def compare(
         ax.plot([s.min() / scale, s.max() / scale], [at, at], color=style.VERMILLION, linewidth=1.5)
     ax.plot(np.array(predicted) / scale, y, "D", color=style.BLUE, markersize=7, fillstyle="none", label="predicted")
     ax.plot(np.array(medians) / scale, y, "o", color=style.VERMILLION, markersize=6, label="measured")
-    ax.set(xscale="log", yticks=y, ylim=(-0.7, len(names) - 0.3))
+    shown = [*predicted, *(x for s in samples for x in s), *(x for pair in bounds or () for x in pair)]
+    log = max(shown) > 12 * min(shown)  # one scale fits all, or the small ones need a logarithm
+    ax.set(xscale="log" if log else "linear", yticks=y, ylim=(-0.7, len(names) - 0.3))
+    if not log:
+        ax.set_xlim(0, max(shown) / scale * 1.05)
     ax.set_yticklabels(names, fontsize=style.SMALL)
     for at, p, m in zip(y, predicted, medians):
         ax.annotate(
             f"{m / p:.2f}×", (1.0, at), xycoords=("axes fraction", "data"), xytext=(4, 0),
             textcoords="offset points", va="center", fontsize=style.SMALL,
         )  # fmt: skip
-    style.name_axes(ax, f"{_noun(unit)} ({letter}{unit}, log scale)", "", title or "measured / predicted at the right")
+    style.name_axes(
+        ax,
+        f"{_noun(unit)} ({letter}{unit}{', log scale' if log else ''})",
+        "",
+        title or "measured / predicted at the right",
+    )
     style.plain_ticks(ax)
     ax.legend(fontsize=style.SMALL, loc="upper center", bbox_to_anchor=(0.5, -0.28 / (1.5 + 0.42 * len(names)) * 2.4),
               ncols=3, frameon=False)  # fmt: skip
@@ -140,7 +136,7 @@ def against(
     `measured` holds the samples of each x, or is None for a prediction alone.
     """
     dots = [] if measured is None else [np.asarray(m, dtype=float) for m in measured]
-    scale, letter = _common_scale([*expected, *(float(np.median(d)) for d in dots)])
+    scale, letter = common_scale([*expected, *(float(np.median(d)) for d in dots)])
     fig, (ax,) = style.figure()
     if bounds is not None:
         low, high = (np.asarray(b, dtype=float) / scale for b in bounds)
@@ -183,7 +179,8 @@ def batch_curves(
     for word, at in (marks or {}).items():
         _mark(ax, at, word)
     style.name_axes(ax, x_name, y_name, title)
-    style.plain_ticks(ax, max((x for x, _ in curves.values()), key=len))
+    longest = max((x for x, _ in curves.values()), key=len)
+    style.plain_ticks(ax, [x for x in longest if float(np.log2(x)).is_integer()])
     _label_ends(ax, ends, log_y)
     return fig
 
@@ -194,12 +191,12 @@ def bandwidth_by_size(
     """bytes/s of the same read over ever larger arrays; what lies above the memory's roof came from a cache."""
     fig, (ax,) = style.figure()
     sizes_mb, rates_gb = np.asarray(sizes) / 2**20, np.asarray(rates) / 1e9
-    lie = rates_gb > roof / 1e9 * 1.02
+    lie = rates_gb > roof / 1e9 * 1.05
     ax.plot(sizes_mb, rates_gb, color=style.GREY, linewidth=1, zorder=1)
     ax.plot(sizes_mb[lie], rates_gb[lie], "X", color=style.VERMILLION, markersize=8, label="above the roof: a lie")
     ax.plot(sizes_mb[~lie], rates_gb[~lie], "o", color=style.GREEN, markersize=6, label="under the roof")
     ax.axhline(roof / 1e9, color=style.BLACK, linewidth=1.8)
-    style.label(ax, sizes_mb[-1], roof / 1e9, f"memory: {si(roof, 'B/s')}", ha="right", dx=0, dy=9)
+    style.label(ax, sizes_mb[-1], roof / 1e9, f"memory: {si(roof, 'B/s')}", ha="right", dx=0, dy=-10)
     ax.set(xscale="log", ylim=(0, max(rates_gb.max(), roof / 1e9) * 1.15))
     for name, size in caches.items():
         ax.axvline(size / 2**20, color=style.GREY, linestyle=":", linewidth=1)
@@ -242,12 +239,6 @@ def _rate_unit(peak: float) -> tuple[float, str]:
     return (1e12, "T") if peak >= 1e13 else (1e9, "G")
 
 
-def _common_scale(values: Sequence[float]) -> tuple[float, str]:
-    """One prefix for all: that of the geometric middle."""
-    middle = float(np.exp(np.mean(np.log(np.maximum(values, 1e-30)))))
-    return next((p for p in PREFIXES if middle >= p[0]), PREFIXES[-1])
-
-
 def _noun(unit: str) -> str:
     return {"s": "time", "B/s": "bandwidth", "FLOP/s": "arithmetic", "B": "size", "tok/s": "speed"}.get(unit, "value")
 
@@ -262,7 +253,8 @@ def _handle(s: Series, i: int) -> Line2D:
 def _draw_series(ax: Axes, s: Series, i: int, unit: float) -> None:
     h, color = _handle(s, i), style.PALETTE[i % len(style.PALETTE)]
     x, y = np.array([p[0] for p in s.points]), np.array([p[1] for p in s.points]) / unit
-    ax.plot(x, y, color=color, linewidth=0.8, alpha=0.5, zorder=3)
+    if s.measured:
+        ax.plot(x, y, color=color, linewidth=0.8, alpha=0.5, zorder=3)
     ax.plot(x, y, linestyle="none", marker=h.get_marker(), markersize=7, color=color,
             markerfacecolor=h.get_markerfacecolor(), zorder=4)  # fmt: skip
     for at, rate, word in zip(x, y, s.words):
