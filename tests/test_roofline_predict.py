@@ -302,3 +302,16 @@ def test_a_swapped_classifier_is_caught(monkeypatch):
     monkeypatch.setattr(predict, "bound", lambda *a: "memory" if real(*a) == "compute" else "compute")
     with pytest.raises(AssertionError):
         test_the_classifier_flips_with_batch_and_with_context()
+
+
+def test_the_fit_is_the_non_negative_least_squares_of_scipy(monkeypatch):
+    import numpy as np
+    from scipy.optimize import nnls
+
+    monkeypatch.setattr(fit, "features", lambda ops, where, dtype: np.array(ops))
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        a, s = rng.random((9, 4)) * rng.random(4), rng.random(9) + 0.1
+        found = fit.fit(list(zip(a, s, strict=True)), machine(), "bfloat16").factors
+        expected = nnls(a / s[:, None], np.ones(9))[0]
+        assert list(found.values()) == pytest.approx(expected.tolist(), abs=1e-9 * max(1.0, expected.max()))

@@ -6,6 +6,7 @@ scales each by one non-negative number. It is judged only on shapes that it neve
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,20 +49,21 @@ class Fit:
         return statistics.median(self.errors(samples, device, dtype))
 
 
-def fit(samples: Sequence[Sample], device: Device, dtype: str, sweeps: int = 20000) -> Fit:
-    """Least squares of the *relative* error with factors of at least 0 (cyclic coordinate descent)."""
+def fit(samples: Sequence[Sample], device: Device, dtype: str) -> Fit:
+    """Least squares of the *relative* error with factors of at least 0.
+
+    The best such solution is a plain one on the features it uses, so all sixteen choices of features are tried.
+    """
     if len(samples) < len(FEATURES):
         raise MinillmError(f"a fit of {len(FEATURES)} factors needs as many measured shapes, got {len(samples)}")
     if min(s for _, s in samples) <= 0:
         raise MinillmError("measured seconds must be above 0")
     a = np.stack([features(ops, device, dtype) / s for ops, s in samples])  # predicted share: 1 is a perfect row
-    gram, target = a.T @ a, a.sum(0)
-    x = np.ones(len(FEATURES))
-    for _ in range(sweeps):
-        before = x.copy()
-        for i in range(len(x)):
-            if gram[i, i] > 0:
-                x[i] = max(0.0, x[i] + (target[i] - gram[i] @ x) / gram[i, i])
-        if np.abs(x - before).max() < 1e-12:
-            break
-    return Fit(dict(zip(FEATURES, x.tolist(), strict=True)))
+    best, least = np.zeros(len(FEATURES)), float(len(a))
+    for used in itertools.product((False, True), repeat=len(FEATURES)):
+        x = np.zeros(len(FEATURES))
+        x[list(used)] = np.linalg.lstsq(a[:, list(used)], np.ones(len(a)), rcond=None)[0]
+        error = float(((a @ x - 1) ** 2).sum())
+        if x.min() >= 0 and error < least:
+            best, least = x, error
+    return Fit(dict(zip(FEATURES, best.tolist(), strict=True)))

@@ -236,12 +236,14 @@ def _results(record: dict[str, Any]) -> list[Fault]:
                 continue
             if group == "results" and min(samples) <= 0:
                 faults.append(Fault(f"{group}/{key}/samples", "must be above 0"))
-            if group == "derived" and differs(samples, _again(derive, entry, record)) is not None:
-                faults.append(Fault(f"derived/{key}/samples", f"is not the {entry['op']} of {', '.join(entry['of'])}"))
-            if entry.get("op") == "fit_error" and (
-                differs([entry.get("factors"), samples], _again(fit_of, entry, record)) is not None
-            ):
-                faults.append(Fault(f"derived/{key}/factors", "are not what these steps give"))
+            if group == "derived":
+                fitted = entry["op"] == "fit_error"  # solved by a library: its rounding differs between machines
+                if differs(samples, _again(derive, entry, record), tolerance=1e-6 if fitted else 1e-9) is not None:
+                    what = f"is not the {entry['op']} of {', '.join(entry['of'])}"
+                    faults.append(Fault(f"derived/{key}/samples", what))
+                again = [entry.get("factors"), samples]
+                if fitted and differs(again, _again(fit_of, entry, record), tolerance=1e-6) is not None:
+                    faults.append(Fault(f"derived/{key}/factors", "are not what these steps give"))
             for name, value in summary(samples).items():
                 if differs(entry.get(name), value) is not None:
                     faults.append(Fault(f"{group}/{key}/{name}", f"is {entry.get(name)!r}, the samples give {value!r}"))
