@@ -195,8 +195,7 @@ def bandwidth_by_size(
     ax.plot(sizes_mb, rates_gb, color=style.GREY, linewidth=1, zorder=1)
     ax.plot(sizes_mb[lie], rates_gb[lie], "X", color=style.VERMILLION, markersize=8, label="above the roof: a lie")
     ax.plot(sizes_mb[~lie], rates_gb[~lie], "o", color=style.GREEN, markersize=6, label="under the roof")
-    ax.axhline(roof / 1e9, color=style.BLACK, linewidth=1.8)
-    style.label(ax, sizes_mb[-1], roof / 1e9, f"memory: {si(roof, 'B/s')}", ha="right", dx=0, dy=-10)
+    ax.axhline(roof / 1e9, color=style.BLACK, linewidth=1.8, label=f"memory's roof, {si(roof, 'B/s')}")
     ax.set(xscale="log", ylim=(0, max(rates_gb.max(), roof / 1e9) * 1.15))
     for name, size in caches.items():
         ax.axvline(size / 2**20, color=style.GREY, linestyle=":", linewidth=1)
