@@ -315,3 +315,13 @@ def test_the_fit_is_the_non_negative_least_squares_of_scipy(monkeypatch):
         found = fit.fit(list(zip(a, s, strict=True)), machine(), "bfloat16").factors
         expected = nnls(a / s[:, None], np.ones(9))[0]
         assert list(found.values()) == pytest.approx(expected.tolist(), abs=1e-9 * max(1.0, expected.max()))
+
+
+def test_a_busy_machine_costs_samples_not_minutes(monkeypatch):
+    from minillm.roofline import measure
+
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    slow, quick = (lambda: now.__setitem__(0, now[0] + 1.0)), (lambda: now.__setitem__(0, now[0] + 0.01))
+    assert measure.seconds(slow, "cpu", 8) == [1.0, 1.0]
+    assert len(measure.seconds(quick, "cpu", 8)) == 8

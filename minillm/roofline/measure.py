@@ -81,7 +81,7 @@ def last_cache_bytes() -> int:
 
 def gpu_state() -> dict[str, str]:
     """Driver, clocks, power limit and temperature of the first GPU by nvidia-smi; empty where there is none."""
-    keys = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
+    keys = "uuid,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
     command = ["nvidia-smi", f"--query-gpu={keys}", "--format=csv,noheader"]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -103,13 +103,16 @@ def cpu_state() -> dict[str, Any]:
         return {}
 
 
-def seconds(run: Callable[[], Any], where: str, repeats: int, warmup: int = 2) -> list[float]:
-    """Wall time of each call on a CPU, event time on a GPU. Every sample is kept."""
+def seconds(run: Callable[[], Any], where: str, repeats: int, warmup: int = 2, budget: float = 0.5) -> list[float]:
+    """Wall time of each call on a CPU, event time on a GPU. Every sample is kept.
+
+    On a CPU that is busy with something else no more are taken once `budget` seconds are spent (at least two).
+    """
     for _ in range(warmup):
         run()
     if where == "cpu":
-        samples = []
-        for _ in range(repeats):
+        samples: list[float] = []
+        while len(samples) < repeats and (len(samples) < 2 or sum(samples) < budget):
             start = time.perf_counter()
             run()
             samples.append(time.perf_counter() - start)
