@@ -129,18 +129,20 @@ class Engine:
         now = time.perf_counter()
         step = []
         for row, r, token, entry in zip(logits, running, tokens, logprobs, strict=True):
-            if token == NO_TOKEN:
-                raise no_token_error(row, r)
+            if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
+                r.finish_reason, r.stop_reason = "error", str(no_token_error(row, r))
+                step.append((r, self._close(r, now)))
+                continue
             r.times.setdefault("first_token", now)
             if entry is not None:
                 r.logprobs.append(entry)
-            output = self.outputs[id(r)]
-            delta = output.push(token)
-            if r.finished:
-                r.times["finished"] = now
-                delta += output.finish()
-            step.append((r, delta))
+            delta = self.outputs[id(r)].push(token)
+            step.append((r, delta + self._close(r, now) if r.finished else delta))
         return step
+
+    def _close(self, request: Request, now: float) -> str:
+        request.times["finished"] = now
+        return self.outputs[id(request)].finish()
 
     def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests, in order, into groups whose reserved KV fits and that are not too many."""

@@ -128,7 +128,7 @@ class LLM:
             )
         arrival = first.times["arrival"]
         metrics = {
-            "time_to_first_token": min(r.times["first_token"] for r in requests) - arrival,
+            "time_to_first_token": min(r.times.get("first_token", r.times["finished"]) for r in requests) - arrival,
             "e2e_latency": max(r.times["finished"] for r in requests) - arrival,
         }
         return RequestOutput(first.request_id, text, first.prompt_token_ids, outputs, True, metrics)

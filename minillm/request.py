@@ -195,7 +195,9 @@ class Request:
 
 @dataclass
 class CompletionOutput:
-    """One completion. `finish_reason` is "stop" (EOS, a stop token or a stop string) or "length"."""
+    """One completion. `finish_reason` is "stop" (EOS, a stop token or a stop string), "length", or "error" when the
+    model gave no distribution to draw from; `stop_reason` is then the explanation.
+    """
 
     index: int
     text: str

@@ -583,12 +583,3 @@ def test_mutants_are_caught(monkeypatch, what, module, name, mutated, check):
     monkeypatch.setattr(module, name, mutated)
     with pytest.raises(AssertionError):
         check()
-
-
-def test_the_engine_names_the_request_without_a_distribution():
-    from minillm.engine import Engine
-
-    engine = Engine.__new__(Engine)  # no model: only the step after the logits
-    engine.sampler = Sampler()
-    with pytest.raises(MinillmError, match="request nan-1: .* 3 of 3 logits are NaN"):
-        engine._sample(torch.full((1, 3), math.nan), [request(name="nan-1")])

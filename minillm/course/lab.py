@@ -13,6 +13,16 @@ from minillm.errors import MinillmError
 FIRST = "notebooks/00_roofline.ipynb"
 
 
+def root() -> Path:
+    """The checkout that holds the lessons; the installed package alone has none."""
+    return Path(__file__).resolve().parents[2]
+
+
+def lesson_files() -> list[Path]:
+    """The lessons of this checkout, in order; empty when minillm was installed as a wheel."""
+    return sorted((root() / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+
+
 def free_port(port: int, tries: int = 50) -> int:
     """`port`, or the next one that nobody listens on."""
     for candidate in range(port, min(port + tries, 65536)):
@@ -30,12 +40,12 @@ def has_display() -> bool:
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
-def jupyter_command(root: Path, port: int) -> list[str]:
+def jupyter_command(folder: Path, port: int) -> list[str]:
     command = [
         sys.executable,
         "-m",
         "jupyterlab",
-        f"--notebook-dir={root}",
+        f"--notebook-dir={folder}",
         "--ip=127.0.0.1",
         f"--port={port}",
         "--ServerApp.port_retries=0",
@@ -54,9 +64,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m minillm.course.lab", description=__doc__)
     parser.add_argument("--port", type=int, default=8888)
     args = parser.parse_args()
-    root = Path(__file__).resolve().parents[2]
-    if not (root / FIRST).is_file():
-        print(f"minillm: error: {FIRST} is not in {root}; run this from a clone of the repository", file=sys.stderr)
+    if not (root() / FIRST).is_file():
+        print(f"minillm: error: {FIRST} is not in {root()}; run this from a clone of the repository", file=sys.stderr)
         return 2
     try:
         port = free_port(args.port)
@@ -66,7 +75,7 @@ def main() -> int:
     if port != args.port:
         print(f"Port {args.port} is taken; using {port}.")
     print(f"JupyterLab is starting on port {port}; its URL, with the token, follows. Ctrl-C stops it.", flush=True)
-    command = jupyter_command(root, port)
+    command = jupyter_command(root(), port)
     return os.execv(command[0], command)  # does not return
 
 

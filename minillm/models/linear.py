@@ -1,4 +1,4 @@
-"""A matrix whose rows are outputs: `y = x W^T + b`, optionally plus a residual. Lesson 07 explains why it is packed.
+"""A matrix whose rows are outputs: `y = x W^T + b`. Lesson 07 explains why it is packed.
 
 oneDNN reorders a weight into the layout its kernels read; on a CPU, plain `F.linear` does that at every
 call. `Linear` does it once. The two torch operators it needs are private, so they are used only here.
@@ -27,14 +27,10 @@ class Linear:
             self.weight = None
         return self
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """x W^T + bias (+ residual [N, out], added in the same pass over the output when packed)."""
+    def __call__(self, x: Tensor) -> Tensor:
         if self._packed is None:
-            y = F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
-            return y if residual is None else y + residual
-        if residual is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise(x, residual, self._packed, self.bias, "add")
+            return F.linear(x, self.weight, self.bias)  # type: ignore[arg-type]
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -41,11 +41,10 @@ class Tokenizer:
         if not isinstance(text, str):
             raise MinillmError(f"expected text, got {type(text).__name__}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            text.encode("utf-8")
         except UnicodeEncodeError:
-            raise MinillmError(
-                "the text holds half of a surrogate pair, which is not valid Unicode; send valid UTF-8"
-            ) from None
+            raise MinillmError("the text holds half of a surrogate pair; send valid Unicode") from None
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -120,7 +120,7 @@ class Transformer:
         for i, layer in enumerate(self.layers):
             x = self._attend(i, layer, x, cos, sin, attention, plan)
             h = rms_norm(x, layer.w.post_norm, self.config.rms_norm_eps)
-            x = layer.down(swiglu(layer.gate_up(h)), residual=x)
+            x = x + layer.down(swiglu(layer.gate_up(h)))
         return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
 
     def _attend(
@@ -139,7 +139,7 @@ class Transformer:
         q, k = apply_rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
         attention.write(i, k, v, plan)
         out = attention.forward(i, q, plan)  # [N, H, d]
-        return layer.o(out.reshape(len(x), -1), residual=x)
+        return x + layer.o(out.reshape(len(x), -1))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
