@@ -129,8 +129,10 @@ def notebook(cells: Iterable[Cell]) -> Notebook:
     }
 
 
-def md(cell_id: str, text: str, **metadata: Any) -> Cell:
-    """A Markdown cell. `given=["2 TB/s"]` lists the textbook numbers in it (see the notebook guard)."""
+def md(cell_id: str, text: str, *, given: Iterable[str] = (), **metadata: Any) -> Cell:
+    """A Markdown cell. `given=["2 TB/s"]` lists the textbook numbers in it (see `minillm.course.guard`)."""
+    if given := list(given):
+        metadata["minillm"] = {"given": given}
     return {"cell_type": "markdown", "id": _id(cell_id), "metadata": metadata, "source": text.strip("\n")}
 
 
