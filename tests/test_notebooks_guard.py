@@ -143,7 +143,8 @@ def test_measured_numbers_in_prose_are_refused(text):
 
 FREE = [
     "$$t = \\frac{140\\,\\text{GB}}{2\\,\\text{TB/s}} = 70\\,\\text{ms}$$", "140 GB of weights", "2 bytes",
-    "16 tokens a page", "the 1990s", "GPT-2's 12 layers", "B = 32", "lesson 05", "95 % of the memory", "top-p 0.9", "x2s",
+    "16 tokens a page",
+    "the 1990s", "GPT-2's 12 layers", "B = 32", "lesson 05", "95 % of the memory", "top-p 0.9", "x2s",
     "| batch | heads |\n|---|---|\n| 1 | 9 |", "| time (ms) |\n|---|\n| see below |", "2 L T H d b",
     "30 layers, 9 heads", "4 times 5", "a 2 x 2 block", "18 MB/step",
 ]  # fmt: skip
