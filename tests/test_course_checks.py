@@ -221,6 +221,8 @@ def test_prediction_dicts():
     assert task.points == 4
     assert judge(task, lambda: {"a": 10.05, "b": 4}).status == "full"
     assert judge(task, lambda: {"a": 10.2, "b": 4}).points == 3
+    assert "10.2 is too large" in text(lambda: {"a": 10.2, "b": 4}, task)
+    assert "expected" not in text(lambda: {"a": 10.2, "b": -4}, task), "a prediction is not given away"
     assert "has no key 'b'" in text(lambda: {"a": 10}, task)
     assert "expected a dict with the key 'a', got an int" in text(lambda: 5, task)
 

@@ -197,6 +197,7 @@ def test_a_bad_cell_is_named_and_the_rest_is_graded(tmp_path, bad):
 
 def body(line: str):
     """Task 00.2 with `line` as its body."""
+
     def change(cells):
         cell = next(c for c in cells if c["id"] == "task-00-2")
         cell["source"] = f"def intensity(m, n, k, bytes_per_element):\n    {line}"

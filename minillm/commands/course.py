@@ -20,11 +20,11 @@ def add_parser(sub: Any) -> None:
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    action = command(actions, "run", "Execute lessons from a fresh kernel and save them.", "minillm course run 00")
+    action = _action(actions, "run", "Execute lessons from a fresh kernel and save them.", "minillm course run 00")
     add_arguments(action)
     action.set_defaults(act=run_lessons)
 
-    action = command(
+    action = _action(
         actions,
         "exercises",
         "Write exercises/ from solutions/. Answers written into exercises/ are overwritten.",
@@ -35,7 +35,7 @@ def add_parser(sub: Any) -> None:
     action.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
     action.set_defaults(act=write_exercises)
 
-    action = command(
+    action = _action(
         actions,
         "export-nbgrader",
         "Write an nbgrader course with every exercise.",
@@ -44,9 +44,16 @@ def add_parser(sub: Any) -> None:
     action.add_argument("folder", metavar="DIR", help="a folder that does not exist yet, or is empty")
     action.add_argument("--solutions", default="solutions", help="where the answers are (default: %(default)s)")
     action.set_defaults(act=export_nbgrader)
-    for action in actions.choices.values():
-        action.set_defaults(json=argparse.SUPPRESS)  # so that `course --json run` counts as well as `course run --json`
     parser.set_defaults(run=run)
+
+
+def _action(actions: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=summary, description=summary, epilog=f"example: {example}"
+    )
+    # No default of its own: `course --json run` counts as well as `course run --json`.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:

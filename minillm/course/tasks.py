@@ -51,6 +51,7 @@ class Case:
     slip_credit: float = 0.5
     rel: float | None = None
     abs: float | None = None
+    secret: bool = False  # a prediction: say in which direction it is off, not the answer
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Answer:
     def case(self) -> Case:
         return Case(
             f"{self.key}, in {self.unit}", run=self._pick, points=self.points, rel=self.rel, why=self.why,
-            hint=self.hint, slips=self.slips,
+            hint=self.hint, slips=self.slips, secret=True,
         )  # fmt: skip
 
     def _pick(self, function: Callable[[], Any]) -> Any:
@@ -198,6 +199,8 @@ def _run(task: Task, case: Case, candidate: Candidate) -> Outcome:
     problem = difference(got, want, rel, abs_)
     if problem is None:
         return Outcome(case.name, case.points, case.points)
+    if case.secret and isinstance(got, int | float) and got != want and got == got:
+        problem = f"{got:,.6g} is too {'large' if got > want else 'small'}"
     hint, credit = _diagnose(task, case, run, got, want, rel, abs_)
     return _failed(task, case, problem, _shown(task, case), hint, credit)
 
