@@ -13,7 +13,7 @@ from minillm.viz import style
 
 
 def error_map(errors: Mapping[str, np.ndarray], tolerance: float, title: str = "") -> Figure:
-    """One map a name, of [layers, positions] errors (max |ours - reference| over the hidden channels).
+    """One map a name, of [layers, positions] relative errors: max |ours - reference| / max |reference| over channels.
 
     White is below `tolerance`; darker is worse, on one logarithmic scale for all maps.
     """
@@ -28,10 +28,10 @@ def error_map(errors: Mapping[str, np.ndarray], tolerance: float, title: str = "
         picture = ax.imshow(shown, origin="lower", aspect="auto", cmap="viridis_r", norm=LogNorm(tolerance, worst))
         ax.grid(False)
         ax.set_xticks(range(e.shape[1]))
-        style.name_axes(ax, "position", "", f"{name} (worst {e.max():.0e})")
-    axes[0].set_ylabel("layer (0: after the first)", fontsize=style.SIZE)
+        style.name_axes(ax, "position (token)", "", name)
+    axes[0].set_ylabel("after layer", fontsize=style.SIZE)
     bar = fig.colorbar(picture, ax=axes, pad=0.02)
-    bar.set_label("max abs error of hidden states", fontsize=style.SMALL)
+    bar.set_label("relative error of the hidden states", fontsize=style.SMALL)
     if title:
         fig.suptitle(title, fontsize=style.SIZE + 1)
     return fig
