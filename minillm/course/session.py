@@ -161,6 +161,8 @@ class Session:
     # The process
 
     def _start(self) -> None:
+        if os.name != "posix":
+            raise MinillmError("minillm grade needs Linux or macOS; the check cells of a notebook work everywhere")
         self._starts += 1
         scratch = Path(self._scratch, str(self._starts))
         scratch.mkdir()
@@ -190,12 +192,15 @@ class Session:
             "HOME": str(scratch), "TMPDIR": str(scratch), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
             "MPLBACKEND": "Agg", "HF_HUB_OFFLINE": "1", "IPYTHONDIR": str(scratch), "MPLCONFIGDIR": str(scratch),
         }  # fmt: skip
-        with open(scratch / "stderr", "wb") as stderr:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(PACKAGE / "course" / "sandbox.py")],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=scratch, env=kept | own,
-                start_new_session=True, bufsize=0,
-            )  # fmt: skip
+        try:
+            with open(scratch / "stderr", "wb") as stderr:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", str(PACKAGE / "course" / "sandbox.py")],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, cwd=scratch, env=kept | own,
+                    start_new_session=True, bufsize=0,
+                )  # fmt: skip
+        except OSError as error:
+            raise MinillmError(f"the sandbox does not start: {error}") from None
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         self._send(setup)
