@@ -128,7 +128,7 @@ def _tags(cell: nbk.Cell) -> Iterator[str]:
     ignored = nbk.IGNORE_OUTPUT in tags
     if has_widget(cell) and not ignored:
         yield f"shows a live widget, so it needs the tag {nbk.IGNORE_OUTPUT}"
-    if ignored and not has_widget(cell):
+    if ignored and not has_widget(cell) and cell.get("execution_count") is not None:
         shown = "\n".join(readable(output) for output in cell.get("outputs", []))
         if not (_CLOCK.search(nbk.source(cell)) or any(p.search(shown) for p in MEASURED)):
             yield f"carries {nbk.IGNORE_OUTPUT} but shows neither wall-clock numbers nor a widget; drop the tag"
