@@ -86,13 +86,15 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if ids is None and text is None:
+            if ids is not None:
+                return text, ids
+            if text is None:
                 raise RequestError("prompt", f"a dict needs 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}")
-            return text, self.get_tokenizer().encode(text) if ids is None else ids
+            return text, self.get_tokenizer().encode(text)
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
         if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return None, prompt
+            return None, list(prompt)  # type: ignore[arg-type]  # make_request judges the ids
         raise RequestError("prompt", f"expected text, token ids or a dict, got {type(prompt).__name__}")
 
     def _requests(self, ids: Sequence[int], params: SamplingParams) -> list[Request]:

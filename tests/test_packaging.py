@@ -66,19 +66,20 @@ def test_every_package_of_the_tree_is_in_the_wheel_list():
 @pytest.mark.model
 def test_the_wheel_generates_from_an_empty_folder(tmp_path):
     """`pip wheel .`, unpacked away from the checkout: the command answers with the embedded model."""
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(ROOT)]
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("minillm-*.whl")
     home = tmp_path / "installed"
-    install = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "--target", str(home), str(wheel)]
+    install = [*pip, "install", "--no-deps", "-q", "--target", str(home), str(wheel)]
     subprocess.run(install, check=True, capture_output=True)
     assert sorted(p.name for p in home.iterdir() if not p.name.endswith(".dist-info")) == ["bin", "minillm"]
     empty = tmp_path / "empty"
     empty.mkdir()
     code = (
         f"import sys; sys.path.insert(0, {str(home)!r}); import minillm, minillm.kernels; "
-        f"assert minillm.__file__.startswith({str(home)!r}), minillm.__file__; "
-        "from minillm.cli import main; sys.exit(main(['generate', 'What is the capital of France?', '--max-tokens', '16']))"
+        f"assert minillm.__file__.startswith({str(home)!r}), minillm.__file__; from minillm.cli import main; "
+        "sys.exit(main(['generate', 'What is the capital of France?', '--max-tokens', '16']))"
     )
     env = os.environ | {"PYTHONPATH": str(home)}
     done = subprocess.run([sys.executable, "-c", code], cwd=empty, env=env, capture_output=True, text=True, check=False)

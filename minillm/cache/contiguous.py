@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minillm.attention.causal import attend_sdpa
-from minillm.attention.protocol import Batch
+from minillm.attention.protocol import Batch, Row
 from minillm.config import ModelConfig
 
 
@@ -51,28 +51,25 @@ class ContiguousKVCache:
                 raise ValueError(f"row {row.slot} would hold {row.context} tokens, but only {self.length} are reserved")
         if len(batch.rows) > 1 and all(row.num_new == 1 for row in batch.rows):
             return DecodePlan(batch, self.k.dtype)
-        return PrefillPlan(batch)
+        return PrefillPlan(batch, self.k, self.v)
 
     def write(self, layer: int, k: Tensor, v: Tensor, plan: DecodePlan | PrefillPlan) -> None:
         if isinstance(plan, DecodePlan):  # one token for each row, at its own position
             self.k[layer][plan.slots, :, plan.positions] = k
             self.v[layer][plan.slots, :, plan.positions] = v
             return
-        for (slot, start, n), s in zip(plan.rows, plan.slices, strict=True):
-            self.k[layer, slot, :, start : start + n] = k[s].transpose(0, 1)
-            self.v[layer, slot, :, start : start + n] = v[s].transpose(0, 1)
+        for part in plan.parts:
+            part.k_new[layer].copy_(k[part.tokens].transpose(0, 1))
+            part.v_new[layer].copy_(v[part.tokens].transpose(0, 1))
 
     def forward(self, layer: int, q: Tensor, plan: DecodePlan | PrefillPlan) -> Tensor:
         if isinstance(plan, DecodePlan):
             return self._decode(layer, q, plan)
-        parts = [
-            attend_sdpa(q[s], self.k[layer, row.slot, :, : row.context], self.v[layer, row.slot, :, : row.context])
-            for row, s in zip(plan.rows, plan.slices, strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = [attend_sdpa(q[part.tokens], part.k_all[layer], part.v_all[layer]) for part in plan.parts]
+        return out[0] if len(out) == 1 else torch.cat(out)
 
     def _decode(self, layer: int, q: Tensor, plan: DecodePlan) -> Tensor:
-        """One query token for each row: two batched products around a softmax over [rows * K, H/K, T]."""
+        """One query token for each row: two batched products around a softmax over [B, K, H/K, T]."""
         B, H, d = q.shape
         k = self.k[layer, plan.rows, :, : plan.context]  # [B, K, T, d]; a view when the rows are dense
         v = self.v[layer, plan.rows, :, : plan.context]
@@ -84,12 +81,24 @@ class ContiguousKVCache:
 
 
 class PrefillPlan:
-    """Sequences one after the other, each attended on its own."""
+    """Sequences one after the other, each attended on its own: prompts, chunks of prompts, or one decode token."""
 
-    def __init__(self, batch: Batch):
-        self.rows = batch.rows
+    def __init__(self, batch: Batch, k: Tensor, v: Tensor):
         ends = (batch.last + 1).tolist()
-        self.slices = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        slices = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        self.parts = [SequencePart(row, s, k, v) for row, s in zip(batch.rows, slices, strict=True)]
+
+
+class SequencePart:
+    """One sequence of a step, as views of the cache, one a layer.
+
+    All layers' views are cut here at once: at one stream, cutting them layer by layer costs more than the copies.
+    """
+
+    def __init__(self, row: Row, tokens: slice, k: Tensor, v: Tensor):
+        self.tokens = tokens  # which rows of q, k and v are this sequence's
+        self.k_new, self.v_new = (x[:, row.slot, :, row.start : row.context].unbind(0) for x in (k, v))
+        self.k_all, self.v_all = (x[:, row.slot, :, : row.context].unbind(0) for x in (k, v))
 
 
 class DecodePlan:

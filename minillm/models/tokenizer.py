@@ -73,13 +73,11 @@ class Tokenizer:
         from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special = {
-            key: _token_text(self.settings.get(key)) or ""
-            for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        special: dict[str, Any] = {key: _token_text(self.settings.get(key)) or "" for key in names}
         try:
-            rendered, _ = render_jinja_template(
-                conversations=[list(messages)],
+            rendered: Any = render_jinja_template(
+                conversations=[[dict(m) for m in messages]],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 **special,
@@ -87,7 +85,7 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise MinillmError(f"the chat template refused these messages: {error}") from None
-        return rendered[0]
+        return str(rendered[0][0])  # (texts, generation spans): one text for one conversation
 
     def apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any

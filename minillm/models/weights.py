@@ -148,10 +148,10 @@ def _files(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[Path, list[
         for name, file in weight_map.items():
             if name in shapes:
                 files.setdefault(folder / file, []).append(name)  # type: ignore[union-attr]
-        for file in files:
-            if not file.is_file():
+        for shard in files:
+            if not shard.is_file():
                 raise MinillmError(
-                    f"{folder} lacks the shard {file.name} that {index.name} names; fetch the model again"
+                    f"{folder} lacks the shard {shard.name} that {index.name} names; fetch the model again"
                 )
         return files
     if single.is_file():
