@@ -325,3 +325,15 @@ def test_a_busy_machine_costs_samples_not_minutes(monkeypatch):
     slow, quick = (lambda: now.__setitem__(0, now[0] + 1.0)), (lambda: now.__setitem__(0, now[0] + 0.01))
     assert measure.seconds(slow, "cpu", 8) == [1.0, 1.0]
     assert len(measure.seconds(quick, "cpu", 8)) == 8
+
+
+def test_ceilings_say_when_the_machine_was_busy(monkeypatch):
+    from minillm.roofline import measure
+
+    assert not machine().busy
+    assert not machine(spread={"processor share": {"median": 0.97}}).busy
+    assert machine(spread={"processor share": {"median": 0.5}}).busy
+    walls, cpus = iter([0.0, 2.0]), iter([0.0, 3.0])  # two threads, two seconds, three of four thread seconds
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(walls))
+    monkeypatch.setattr(measure.time, "process_time", lambda: next(cpus))
+    assert measure.processor_share(2) == pytest.approx(0.75)

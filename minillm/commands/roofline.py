@@ -114,6 +114,8 @@ def render(r: dict[str, Any], where: Any, p: Any) -> str:
         lines.append(
             "  note      time = largest of arithmetic, bytes and library (products as measured here), plus calls"
         )
+    if where.busy:
+        lines.append("  note      these ceilings were measured on a busy machine and are too low: add --remeasure")
     if where.source == "datasheet":
         lines.append("  note      a datasheet names peaks and no call overhead: a real step is slower")
     if not r["fits"]:

@@ -88,6 +88,11 @@ class Device:
         return math.exp((1 - share) * math.log(table[low]) + share * math.log(table[high]))
 
     @property
+    def busy(self) -> bool:
+        """Measured while others used the cores: these ceilings are too low and should be measured again."""
+        return self.spread.get("processor share", {"median": 1.0})["median"] < 0.85
+
+    @property
     def roof_bandwidth(self) -> float:
         """The fastest this memory was seen to move bytes in any pattern: no operator can beat it."""
         return max(self.read_bandwidth, self.copy_bandwidth, self.triad_bandwidth, self.gather_bandwidth)

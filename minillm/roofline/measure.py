@@ -186,6 +186,15 @@ def peak_flops(where: str, dtype: torch.dtype, sizes: tuple[int, ...], repeats: 
     return found
 
 
+def processor_share(threads: int) -> float:
+    """Part of its threads' time that a large product really ran: 1 alone, less when others use the cores too."""
+    a, b = (torch.ones(1536, 1536) for _ in range(2))
+    wall, busy = time.perf_counter(), time.process_time()
+    for _ in range(8):
+        torch.matmul(a, b)
+    return (time.process_time() - busy) / (time.perf_counter() - wall) / threads
+
+
 def call_overhead(where: str, calls: int = 300, repeats: int = 7) -> list[float]:
     """Seconds a call of operators on one small row: the median over four common ones, each repeat a sample."""
     x, y = torch.ones(1, 64, device=where), torch.ones(1, 64, device=where)
@@ -225,6 +234,8 @@ def measure(where: str) -> Device:
             gemm[name] = gemm_rates(where, dtype, SHAPES["cpu" if cpu else "cuda"], (256 if cpu else 1024) << 20)
             peaks[name] = max(large + list(gemm[name].values()))
             spread[f"peak {name}"] = summary(large)
+        if cpu:
+            spread["processor share"] = summary([processor_share(torch.get_num_threads())])
         # fp16: the tensor cores of a GPU run it at bf16's rate; many CPUs emulate it, so a small product must do.
         half = peak_flops(where, torch.float16, (512,) if cpu else (4096, 8192), 3)
         spread["peak float16"] = summary(half)
