@@ -72,7 +72,7 @@ def examine(remeasure: bool = False, measure: bool = True) -> dict[str, Any]:
         "auto_dtype": str(pick_dtype("auto", "bfloat16", device)).removeprefix("torch."),
         "python": platform.python_version(),
         "versions": {p: v for p in ("minillm", *NEEDED, *EXTRA) if (v := version(p))},
-        "ceilings": None if ceilings is None else ceilings.to_dict(),
+        "ceilings": None if ceilings is None else ceilings.to_dict() | {"busy": ceilings.busy},
         "lessons": lessons(gpu),
         "missing": missing,
         "missing_needed": [p for p in NEEDED if importlib.util.find_spec(p) is None],
@@ -90,7 +90,7 @@ def lessons(gpu: bool) -> list[dict[str, str]]:
 def ceilings_line(c: dict[str, Any]) -> str:
     peaks = ", ".join(f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in c["peak_flops"].items())
     moves = ", ".join(f"{name} {c[name + '_bandwidth'] / 1e9:.1f}" for name in ("read", "copy", "triad", "gather"))
-    return f"{moves} GB/s; {peaks}; {c['call_overhead'] * 1e6:.1f} us a call (measured here)"
+    return f"{moves} GB/s; {peaks}; {c['call_overhead'] * 1e6:.1f} us a call (measured here{', while the machine was busy' * bool(c.get('busy'))})"
 
 
 def render(report: dict[str, Any]) -> str:
