@@ -50,7 +50,7 @@ def jupyter_command(folder: Path, port: int) -> list[str]:
         f"--port={port}",
         "--ServerApp.port_retries=0",
         f"--LabApp.default_url=/lab/tree/{FIRST}",
-        "--LabApp.news_url=none",
+        "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
     command += [] if has_display() else ["--no-browser"]
