@@ -88,6 +88,8 @@ def test_solution_runs_to_the_end_and_earns_everything(name):
     assert "comes alive once" not in out
     if name.startswith("01"):
         assert "The capital of France is Paris" in out, "the real model runs on the learner's functions"
+    if name.startswith("02"):
+        assert "same tokens with both caches: True" in out, "the live engine runs on the learner's cache"
 
 
 def copy(tmp_path: Path) -> tuple[Path, Path]:

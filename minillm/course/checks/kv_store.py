@@ -89,7 +89,7 @@ def attend_with(
         g = h % kv_heads if tile else h // (heads // kv_heads)
         for i in range(n):
             seen = (start if shifted else 0) + i + extra if causal else start + n
-            seen = length if whole else start if old_only else seen
+            seen = length if whole else start if old_only else min(seen, start + n)
             scores = k[g, :seen].double() @ q[i, h].double() * (dim**-0.5 if scale is None else scale)
             out[i, h] = scores.softmax(-1) @ v[g, :seen].double()
     return out.to(q.dtype)
@@ -182,11 +182,6 @@ class MovesOneLayer(KVCache):
     def move(self, source: int, target: int, length: int) -> None:
         self.k[0, target, :, :length] = self.k[0, source, :, :length]
         self.v[0, target, :, :length] = self.v[0, source, :, :length]
-
-
-class MovesBackwards(KVCache):
-    def move(self, source: int, target: int, length: int) -> None:
-        super().move(target, source, length)
 
 
 class MovesByAlias(KVCache):

@@ -1,0 +1,12 @@
+"""A batch with just as much cache as weights counted as more."""
+
+TASK = "02.6"
+POINTS = 3
+HINT = "does not outweigh"
+
+
+def capacity(config, parameters, context, bytes_per_element, memory):
+    weights = parameters * bytes_per_element
+    sequence = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * bytes_per_element
+    free = memory - weights
+    return max(0, free // sequence), -(-weights // sequence)

@@ -1,0 +1,17 @@
+"""RoPE position reset: every new token stands at position 0."""
+
+TASK = "02.4"
+POINTS = 0.5
+HINT = "overwrites the prompt"
+
+
+def generate(model, prompt, max_new_tokens, eos_id, chunk):
+    for start in range(0, len(prompt), chunk):
+        logits = model(prompt[start : start + chunk], start)
+    cached = len(prompt)
+    new = [int(logits[-1].argmax())]
+    while len(new) < max_new_tokens and new[-1] != eos_id:
+        logits = model([new[-1]], 0)
+        cached += 1
+        new.append(int(logits[-1].argmax()))
+    return new
