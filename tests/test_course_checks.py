@@ -64,7 +64,7 @@ def test_lesson_is_in_order(number):
     assert all(not c.args() and c.run for c in lesson.tasks[0].cases), "the first task is a prediction"
     source = (Path(load_lesson.__code__.co_filename).parent / f"lesson_{number}.py").read_text()
     assert not re.search(
-        r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.tasks|course\.checks\.tiny))", source, re.M
+        r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.tasks|course\.checks))", source, re.M
     )
     for task in lesson.tasks:
         assert len({c.name for c in task.cases}) == len(task.cases)
@@ -159,6 +159,9 @@ def test_torch_results_are_told_apart():
     assert difference(want + 1e-7, want, 1e-4, 1e-6) is None
     assert "expected shape [2, 2], got [4]" in str(difference(want.reshape(-1), want, 1e-4, 1e-6))
     assert "dtype float32, got float16" in str(difference(want.half(), want, 1e-4, 1e-6))
+    banned = torch.tensor([1.0, float("-inf")])
+    assert difference(banned.clone(), banned, 1e-4, 1e-6) is None
+    assert "expected -inf, got 0" in str(difference(torch.tensor([1.0, 0.0]), banned, 1e-4, 1e-6))
     assert "1 of 4 numbers are NaN, the first at [1, 0]" in str(
         difference(torch.tensor([[1, 2], [float("nan"), 4]]), want, 1e-4, 1e-6)
     )

@@ -90,6 +90,8 @@ def test_solution_runs_to_the_end_and_earns_everything(name):
         assert "The capital of France is Paris" in out, "the real model runs on the learner's functions"
     if name.startswith("02"):
         assert "same tokens with both caches: True" in out, "the live engine runs on the learner's cache"
+    if name.startswith("03"):
+        assert "the same tokens alone and in a batch: True" in out, "the learner's sampler runs in the engine"
 
 
 def copy(tmp_path: Path) -> tuple[Path, Path]:

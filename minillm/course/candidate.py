@@ -54,12 +54,13 @@ class Candidate:
         self._transport, self._root, self._limit = transport, root, limit_s
         self.changed: list[str] = []  # arguments that a call wrote into
         self.after: list[Any] = []  # the arguments of the last call as they were after it
+        self._functions: list[Any] = []  # callbacks by number; an object may keep one and call it much later
 
     def __call__(self, *args: Any) -> Any:
         return self._request(self._root, None, args)
 
     def _request(self, target: int, attr: str | None, args: tuple[Any, ...] | None) -> Any:
-        functions: list[Any] = []
+        functions = self._functions
 
         def keep(value: Any) -> int:
             if not callable(value):

@@ -1,0 +1,26 @@
+"""Of two stops the one that begins first, though the other is complete before it."""
+
+TASK = "03.8"
+POINTS = 5
+HINT = "not the one that begins first"
+
+
+class StopStrings:
+    def __init__(self, stop, include_stop):
+        self.stop, self.include_stop, self.matched, self.held = stop, include_stop, None, ""
+
+    def feed(self, text):
+        if self.matched is not None:
+            return ""
+        text, self.held = self.held + text, ""
+        ends = [(text.find(s), s) for s in self.stop if s in text]
+        if ends:
+            start, self.matched = min(ends)
+            return text[: start + len(self.matched)] if self.include_stop else text[:start]
+        keep = max(n for s in self.stop for n in range(len(s)) if text.endswith(s[:n]))
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self):
+        held, self.held = self.held, ""
+        return held
