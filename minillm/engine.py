@@ -18,6 +18,7 @@ from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
 from minillm.config import EngineConfig, ModelConfig
 from minillm.errors import MinillmError, RequestError
 from minillm.models.detokenizer import IncrementalDetokenizer
+from minillm.models.linear import has_bf16_instructions
 from minillm.models.tokenizer import Tokenizer
 from minillm.models.transformer import Transformer
 from minillm.output import OutputProcessor
@@ -199,7 +200,7 @@ def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype
     """ "auto" is the checkpoint's dtype, except that a CPU without bf16 instructions computes in fp32."""
     if asked != "auto":
         return getattr(torch, asked)
-    if device.type == "cpu" and (checkpoint == "float16" or not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    if device.type == "cpu" and (checkpoint == "float16" or not has_bf16_instructions()):
         return torch.float32
     return getattr(torch, checkpoint)
 

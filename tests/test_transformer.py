@@ -177,6 +177,32 @@ def test_packed_and_plain_weights_agree():
     torch.testing.assert_close(logits(packed, ids), logits(plain, ids), atol=1e-5, rtol=1e-5)
 
 
+def rounded_scores(q, k, v, attn_mask):
+    """The mutation: scores rounded to bf16 before the softmax, which two plain products in bf16 would do."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + attn_mask
+    return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+def test_batched_decode_in_bf16_takes_its_scores_in_fp32(mutated, monkeypatch):
+    config = ModelConfig(num_layers=1, vocab_size=8)
+    g = torch.Generator().manual_seed(0)
+    cache = ContiguousKVCache(config, 4, 200, torch.bfloat16)
+    cache.k.normal_(generator=g)
+    cache.v.normal_(generator=g)
+    plan = cache.plan(Batch.build([Row(i, 150 + 10 * i, 1) for i in range(4)], [1] * 4))
+    q = (torch.randn(4, 9, 64, generator=g) * 6).bfloat16()
+    if mutated:
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", rounded_scores)
+    got = cache.forward(0, q, plan)
+    exact = [
+        attend(q[i : i + 1].float(), cache.k[0, i, :, : 151 + 10 * i].float(), cache.v[0, i, :, : 151 + 10 * i].float())
+        for i in range(4)
+    ]
+    error = (got.float() - torch.cat(exact)).square().mean().sqrt()
+    assert (error > 5e-3) if mutated else (error < 2.5e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kv_bytes_are_what_is_allocated(dtype):
     config = ModelConfig()

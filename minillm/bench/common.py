@@ -17,6 +17,7 @@ import torch
 from minillm.config import ModelConfig, dtype_name
 from minillm.errors import MinillmError
 from minillm.models import hub
+from minillm.models.linear import has_bf16_instructions
 from minillm.models.presets import PRESETS
 from minillm.models.transformer import Transformer
 from minillm.models.weights import load_weights, random_weights
@@ -57,7 +58,7 @@ class Options:
         self.device = measure.pick(self.device)
         if self.dtype != "auto":
             self.dtype = dtype_name(self.dtype)
-        elif self.device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        elif self.device == "cpu" and not has_bf16_instructions():
             self.dtype = "float32"
         else:
             self.dtype = "bfloat16"

@@ -7,6 +7,7 @@ memory from its first step. Lesson 06 measures that waste and replaces rows by p
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.attention.causal import attend_sdpa
@@ -69,15 +70,16 @@ class ContiguousKVCache:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _decode(self, layer: int, q: Tensor, plan: DecodePlan) -> Tensor:
-        """One query token for each row: two batched products around a softmax over [B, K, H/K, T]."""
+        """One query token for each row, all rows in one call; the query heads of a group are its rows.
+
+        Two batched products around a softmax are a quarter faster at 32 rows in bf16, but round the scores to bf16.
+        """
         B, H, d = q.shape
         k = self.k[layer, plan.rows, :, : plan.context]  # [B, K, T, d]; a view when the rows are dense
         v = self.v[layer, plan.rows, :, : plan.context]
-        K, T = k.shape[1], k.shape[2]
-        qg = q.reshape(B * K, H // K, d) * d**-0.5
-        scores = torch.bmm(qg, k.reshape(B * K, T, d).transpose(1, 2)).view(B, K, H // K, T)
-        weights = (scores + plan.mask).softmax(-1, dtype=torch.float32).to(q.dtype)
-        return torch.bmm(weights.view(B * K, H // K, T), v.reshape(B * K, T, d)).view(B, H, d)
+        K = k.shape[1]
+        out = F.scaled_dot_product_attention(q.view(B, K, H // K, d), k, v, attn_mask=plan.mask)
+        return out.view(B, H, d)
 
 
 class PrefillPlan:

@@ -1,7 +1,8 @@
 """A matrix whose rows are outputs: `y = x W^T + b`. Lesson 07 explains why it is packed.
 
-oneDNN reorders a weight into the layout its kernels read; on a CPU, plain `F.linear` does that at every
-call. `Linear` does it once. The two torch operators it needs are private, so they are used only here.
+On a CPU, oneDNN's kernels for one or a few rows read a weight in an order of their own. Plain `F.linear` cannot use
+them: in fp32 it takes another library's product, in bf16 it reorders at every call. `Linear` reorders once. The
+private operators that do it are used only here.
 """
 
 from __future__ import annotations
@@ -38,5 +39,10 @@ def can_pack(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return has_bf16_instructions()
     return weight.dtype == torch.float32
+
+
+def has_bf16_instructions() -> bool:
+    """Whether this CPU multiplies bf16 itself. Without, bf16 is emulated and slower than fp32."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()

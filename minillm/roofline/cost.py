@@ -26,7 +26,6 @@ CALLS = {
     "embedding": 1, "rms_norm": 8, "qkv": 1, "qk_norm": 17, "rope": 5, "kv_write": 2, "attention": 1, "o_proj": 1,
     "residual": 1, "gate_up": 1, "silu_mul": 2, "down": 1, "lm_head": 1,
 }  # fmt: skip
-BATCHED_DECODE_CALLS = 6  # scale, product, mask, softmax, cast, product
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def step(
     weights = {name: L * n * b for name, n in _layer(c).items()}
     # Decode rows are attended together; rows with several new tokens one after the other, then joined.
     pieces = 1 if all(n == 1 for n, _ in rows) else len(rows)
-    attention_calls = CALLS["attention"] if len(rows) == 1 else BATCHED_DECODE_CALLS if pieces == 1 else pieces + 1
+    attention_calls = CALLS["attention"] if pieces == 1 else pieces + 1
     D, q, kv, inner = c.hidden_size, c.q_size, c.kv_size, c.intermediate_size
 
     def linear(name: str, n_in: int, n_out: int) -> Op:
