@@ -24,13 +24,14 @@ help:
 	@echo "make exercises         generate exercises/ from solutions/"
 	@echo "make clean             remove .venv and build leftovers (the model in the user cache stays)"
 
-$(VENV)/bin/python:
+# The stamps are written only when a step has finished, so whatever was interrupted is done again.
+$(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "minillm needs Python 3.11 or newer; try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
 
-# The stamp is written only when pip has finished, so an interrupted install is taken up again.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/.created
 	$(PIP) install -c constraints.txt -e '.[dev]'
 	@touch $@
 
