@@ -196,7 +196,7 @@ def bandwidth_by_size(
     ax.plot(sizes_mb[lie], rates_gb[lie], "X", color=style.VERMILLION, markersize=8, label="above the roof: a lie")
     ax.plot(sizes_mb[~lie], rates_gb[~lie], "o", color=style.GREEN, markersize=6, label="under the roof")
     ax.axhline(roof / 1e9, color=style.BLACK, linewidth=1.8, label=f"memory's roof, {si(roof, 'B/s')}")
-    ax.set(xscale="log", ylim=(0, max(rates_gb.max(), roof / 1e9) * 1.15))
+    ax.set(xscale="log", ylim=(0, max(rates_gb.max(), roof / 1e9) * 1.3))
     for name, size in caches.items():
         ax.axvline(size / 2**20, color=style.GREY, linestyle=":", linewidth=1)
         ax.annotate(name, (size / 2**20, 0.0), (3, 6), xycoords=("data", "axes fraction"),
