@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import ctypes
 import hashlib
 import json
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from minillm.course import landlock, session
 from minillm.course import notebook as nbk
 from minillm.course.checks import load_lesson
 from minillm.course.grade import grade_file, grade_folder
@@ -76,44 +78,91 @@ def test_the_score_is_the_submissions_not_the_references(tmp_path):
     assert got == {"00.1": 2, "00.2": 0, "00.3": 0, "00.4": 4, "00.5": 3, "00.6": 4}
 
 
+# Cheats on the grading itself. `plain_grader` below is the grader they were made for.
 CHEATS = {
     "its own check": "def check(task, f):\n    return 99.0",
     "a poisoned checks module": (
         "import minillm.course.checks as c, minillm.course as d\nc.check = d.check = lambda *a: 99.0\n"
         "import sys\nsys.modules['minillm.course.checks'] = c"
     ),
-    "printed points": "print('00.2 Arithmetic intensity: 3 of 3 points')\n3.0",
     "equal to everything": (
-        "import builtins, math\nbuiltins.abs = lambda x: 0.0\nmath.isfinite = lambda x: False\n"
         "class Any(float):\n    def __eq__(self, o): return True\n    def __sub__(self, o): return 0.0\n"
+        "    __rsub__ = __sub__\n    def __abs__(self): return 0.0\n    def __le__(self, o): return True\n"
+        "    __lt__ = __ge__ = __gt__ = __le__\n    def __float__(self): return self\n"
         "def intensity(*a): return Any(1)"
     ),
+    "a poisoned math": (
+        "import builtins, math\nbuiltins.abs = lambda x: 0.0\n"
+        "math.isclose = lambda *a, **k: True\n"
+        "def intensity(*a): return 1.0\ndef step_time(*a): return 1.0, 1.0"
+    ),
+    "printed points": "print('00.2 Arithmetic intensity: 3 of 3 points')\n3.0",
     "json that lies": "import json\nreal = json.dumps\njson.dumps = lambda m, **k: real({'ok': 3.0, 'points': 9}, **k)",
     "replies on every file descriptor": (
         "import os, json\nm = json.dumps({'ok': True, 'points': 3}).encode()\n"
         "for fd in range(1, 20):\n    try: os.write(fd, len(m).to_bytes(8, 'big') + m)\n    except OSError: pass"
     ),
-    "the reference, imported": "import minillm.course.checks.lesson_00 as ref\nintensity = ref.intensity",
-    "the solutions, read": (
-        f"import json\nnb = json.load(open({str(ROOT / 'solutions' / '00_roofline.ipynb')!r}))\n"
-        "for c in nb['cells']:\n    if c['cell_type'] == 'code' and 'SOLUTION' in ''.join(c['source']):\n"
-        "        exec(''.join(c['source']))"
-    ),
-    "the reference's source, read": (
-        f"exec(open({str(ROOT / 'minillm/course/checks/lesson_00.py')!r}).read())"
-    ),
-    "the reference, read by a shell": (
-        f"import subprocess\nexec(subprocess.run(['cat', {str(ROOT / 'minillm/course/checks/lesson_00.py')!r}],"
-        " capture_output=True, text=True).stdout)"
-    ),
 }  # fmt: skip
 
 
+def instead(text: str):
+    """Only the set-up and `text`: no later cell overwrites what it defines, no earlier check cell has kept a stub."""
+    return lambda cells: [*(c for c in cells if c["id"] == "setup"), nbk.code("extra", text)]
+
+
 @pytest.mark.parametrize("cheat", CHEATS)
-@pytest.mark.parametrize("at", [1, 999], ids=["first cell", "last cell"])
-def test_casual_cheating_earns_nothing(tmp_path, cheat, at):
-    path = changed(tmp_path, with_cell(CHEATS[cheat], at), "exercises")
-    assert grade_file(path, QUICK).points == 0
+@pytest.mark.parametrize("place", [with_cell, instead], ids=["first cell", "instead of the answers"])
+def test_casual_cheating_earns_nothing(tmp_path, cheat, place):
+    assert grade_file(changed(tmp_path, place(CHEATS[cheat]), "exercises"), QUICK).points == 0
+
+
+PLAIN_GRADER = r"""
+import ast, contextlib, io, json, re, sys
+space, points, out = {}, 0.0, io.StringIO()
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    text = "".join(cell["source"])
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(out):
+        if cell["id"].startswith("check-"):
+            points += eval(text.strip(), space) or 0.0
+        elif cell["cell_type"] == "code":
+            exec(text, space)
+believed = re.findall(r"(\d+) of \d+ points$", out.getvalue(), re.M) if sys.argv[2] == "prints" else []
+print("total", points + sum(map(float, believed)), file=sys.__stdout__)
+"""
+
+
+def plain_grader(path: Path, believe: str = "") -> float:
+    """What the cheats were made for: all cells in one process, and the file's own checks, or its prints, believed."""
+    run = subprocess.run([sys.executable, "-c", PLAIN_GRADER, path, believe], capture_output=True, text=True)
+    return float(run.stdout.split("total ")[-1])
+
+
+@pytest.mark.parametrize("cheat", ["its own check", "a poisoned checks module", "a poisoned math", "printed points"])
+def test_these_cheats_do_work_on_a_grader_that_believes_the_notebook(tmp_path, cheat):
+    def before_the_second_check(cells):
+        at = next(i for i, c in enumerate(cells) if c["id"] == "check-00-2")
+        if "poisoned checks" in cheat:
+            at = 1
+        return [*cells[:at], nbk.code("extra", CHEATS[cheat]), *cells[at:]]
+
+    path = changed(tmp_path, before_the_second_check, "exercises")
+    assert plain_grader(path, "prints" if "printed" in cheat else "") > 0
+
+
+def test_the_number_that_equals_everything_does_fool_a_plain_comparison():
+    space: dict = {}
+    exec(CHEATS["equal to everything"], space)
+    got = space["intensity"](1)
+    assert got == 123.0
+    assert abs(got - 123.0) <= 1e-9 * abs(123.0)
+
+
+@pytest.mark.parametrize("cheat", ["json that lies", "replies on every file descriptor"])
+def test_these_cheats_do_reach_the_pipe(tmp_path, cheat):
+    """What they send is read and judged; that it never earns a point is tested above."""
+    problems = grade_file(changed(tmp_path, with_cell(CHEATS[cheat])), QUICK).problems
+    assert len(problems) == 1
+    assert "does not speak the grader's protocol" in problems[0]
 
 
 def test_edited_points_and_outputs_in_the_file_count_nothing(tmp_path):
@@ -318,6 +367,8 @@ def test_a_class_has_a_table_json_and_csv(tmp_path, capsys):
 
     assert main(["grade", "00", "--dir", str(folder), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    guard = "landlock" if landlock.version(ctypes.CDLL(None, use_errno=True)) else "audit"
+    assert [n["sandbox"] for n in found["notebooks"]] == ["", guard, guard, ""]
     assert [(n["student"], n["points"]) for n in found["notebooks"]] == [("=di", 0), ("ann", 19), ("bo", 13), ("cy", 0)]
 
 
@@ -363,8 +414,6 @@ def test_no_scratch_folder_and_no_process_stays_behind(tmp_path, monkeypatch):
 
 
 def test_a_sandbox_that_does_not_start_is_an_error_not_a_zero(tmp_path, monkeypatch):
-    from minillm.course import session
-
     monkeypatch.setattr(session, "PACKAGE", tmp_path)
     with pytest.raises(MinillmError, match="the sandbox does not start"):
         grade_file(ROOT / "solutions" / "00_roofline.ipynb")

@@ -37,6 +37,7 @@ class Graded:
     student: str = ""
     results: Sequence[Result] = ()
     problems: list[str] = field(default_factory=list)
+    sandbox: str = ""  # the strongest guard that was on: "landlock" or "audit"; empty when nothing was run
 
     @property
     def points(self) -> float:
@@ -49,7 +50,7 @@ class Graded:
     def as_dict(self) -> dict[str, Any]:
         return {
             "student": self.student, "lesson": self.lesson, "file": self.file, "sha256": self.sha256,
-            "points": self.points, "possible": self.possible, "problems": self.problems,
+            "points": self.points, "possible": self.possible, "problems": self.problems, "sandbox": self.sandbox,
             "tasks": [
                 {
                     "id": r.task.id, "title": r.task.title, "points": r.points, "possible": r.task.points,
@@ -87,6 +88,7 @@ def grade_file(path: Path, limits: Limits = Limits(), student: str = "") -> Grad
     with Session(lesson, _sources(nb), limits) as session:
         graded.results = [_task(session, task) for task in lesson.tasks]
         graded.problems += session.problems
+        graded.sandbox = session.guard
     return graded
 
 

@@ -2,10 +2,16 @@
 
 Started by `minillm.course.session` as a script of its own, so that it holds no reference, no expected value and no
 check. What it refuses, and how: memory, CPU time and file size by `setrlimit`; the network by an empty network
-namespace where the kernel allows one, and by an audit hook everywhere; by the same hook, starting processes, writing
-outside the scratch folder, reading notebooks or the course's own source, and importing minillm beyond what the lesson
-allows. An audit hook cannot be removed by Python code, but native code passes it by: this stops accidents and casual
-cheating, not an attacker. For hostile submissions run the grader itself in a container. Tooling of all lessons.
+namespace where the kernel allows one. Two guards then share one policy: read the interpreter, its packages and the
+system's libraries, never notebooks or the course's own source; write in the scratch folder; no processes, no network.
+
+- `landlock`: the kernel enforces it, against native code as well. Linux 5.13 or later; see `landlock.py` for its gaps.
+- `audit`: Python's audit hook, with clear words for the learner; see `audit.py` for what passes it by. It alone guards
+  imports of minillm, chmod, chown and utime, and it is the only guard where there is no Landlock (macOS, old kernels).
+
+The grade's JSON says which was on. Neither stops native code from forking. With `audit` alone this stops accidents and
+casual cheating; with `landlock` also the reading of references. For hostile submissions run the grader itself in a
+container. Tooling of all lessons.
 """
 
 from __future__ import annotations
@@ -19,16 +25,6 @@ import os
 import sys
 import types
 from typing import Any
-
-PROCESSES = (
-    "os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "pty.spawn",
-    "os.kill", "os.killpg", "signal.pthread_kill", "os.startfile",
-)  # fmt: skip
-NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "socket.gethostby")
-CHANGES = (
-    "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.chown",
-    "os.utime",
-)  # fmt: skip
 
 
 class Pipe:
@@ -106,50 +102,17 @@ def stand_ins(package: str, allow: list[str]) -> None:
         sys.modules[name].__dict__.update(check=check, needs=needs)
 
 
-def guard(forbidden: list[str], scratch: str) -> None:
-    """Refuse, from now on, what no answer needs."""
-    closed = tuple(os.path.realpath(f) for f in forbidden)
-    scratch = os.path.realpath(scratch)
-    realpath, fsdecode, separator = os.path.realpath, os.fsdecode, os.sep
-    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    loaded = sys.modules
-
-    def inside(path: str, folder: str) -> bool:
-        return path == folder or path.startswith(folder + separator)
-
-    def writable(path: Any) -> bool:
-        if isinstance(path, int):
-            return True
-        real = realpath(fsdecode(path))
-        return inside(real, scratch) or real == os.devnull
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open":
-            if args[0] is None or isinstance(args[0], int):
-                return
-            real = realpath(fsdecode(args[0]))
-            if real.endswith(".ipynb") or any(inside(real, folder) for folder in closed):
-                raise PermissionError("while grading, an answer cannot read notebooks or the course's own files")
-            if args[2] & writing and not writable(args[0]):
-                raise PermissionError(f"while grading, an answer cannot write to {args[0]!r}")
-        elif event == "import":
-            if args[0].startswith("minillm.") and args[0] not in loaded:
-                raise ImportError(f"while grading, an answer cannot import {args[0]}; write it yourself")
-        elif event.startswith(PROCESSES):
-            raise PermissionError("while grading, an answer cannot start or signal processes")
-        elif event.startswith(NETWORK):
-            raise PermissionError("while grading, there is no network")
-        elif event in CHANGES and not all(writable(p) for p in args[: 2 if event == "os.rename" else 1]):
-            raise PermissionError(f"while grading, an answer cannot change {args[0]!r}")
-
-    with contextlib.suppress(ImportError):  # multiprocessing starts processes below the level of the hook
-        import _posixsubprocess
-
-        def fork_exec(*args: Any) -> None:
-            raise PermissionError("while grading, an answer cannot start or signal processes")
-
-        _posixsubprocess.fork_exec = fork_exec  # type: ignore[assignment]
-    sys.addaudithook(hook)
+def guard(setup: dict[str, Any], landlock: Any, audit: Any) -> str:
+    """Refuse, from now on, what no answer needs. Returns the strongest guard that is on."""
+    readable, forbidden = [*setup["readable"], f"/proc/{os.getpid()}"], setup["forbidden"]
+    scratch = os.path.realpath(setup["scratch"])
+    wanted, kernel = setup["guards"], False
+    if "landlock" in wanted:
+        kernel = landlock.restrict([*readable, scratch], forbidden, [scratch, os.devnull])
+    if "audit" in wanted:
+        audit.take_away(torch_too=not kernel)
+        sys.addaudithook(audit.hook(readable, forbidden, scratch))
+    return "landlock" if kernel else "audit" if "audit" in wanted else "none"
 
 
 def plain(text: str) -> str:
@@ -218,6 +181,7 @@ def main() -> None:
     limit(setup)
     here = os.path.join(setup["package"], "course")
     wire, host_module = load("_wire", os.path.join(here, "wire.py")), load("_host", os.path.join(here, "host.py"))
+    landlock, audit = (load(f"_{name}", os.path.join(here, f"{name}.py")) for name in ("landlock", "audit"))
     stand_ins(setup["package"], setup["allow"])
     os.dup2(1, 2)  # so far an error of this script could be read by the grader; the submission's are not
 
@@ -229,7 +193,7 @@ def main() -> None:
         return wire.decode(reply["ok"], lambda i, _: host.objects[i])
 
     host = host_module.Host(wire, callback, swallow=True)
-    guard(setup["forbidden"], setup["scratch"])
+    pipe.send(json.dumps({"guard": guard(setup, landlock, audit)}).encode())
     run_cells(setup, pipe, host, host_module)
     while True:
         request = pipe.receive()

@@ -26,8 +26,15 @@ from minillm.course.tasks import Lesson
 from minillm.errors import MinillmError
 
 PACKAGE = Path(__file__).resolve().parents[1]
+START_S = 60.0  # for the interpreter and the modules of the lesson, before any cell
 GRACE_S = 2.0  # a call that ignores the alarm inside the sandbox is killed this much later
 STARTS = 8  # processes for one notebook
+GUARDS = ("landlock", "audit")  # both where there are both; tests switch them off
+SYSTEM = (  # what an interpreter and its packages read: libraries, fonts, time zones, the number of cores
+    "/usr", "/lib", "/lib64", "/bin", "/opt/homebrew", "/System", "/Library", "/etc/ld.so.cache", "/etc/localtime",
+    "/etc/fonts", "/etc/mime.types", "/etc/passwd", "/etc/nsswitch.conf", "/proc/cpuinfo", "/proc/meminfo",
+    "/proc/stat", "/proc/sys", "/sys/devices/system", "/sys/fs/cgroup", "/dev/null", "/dev/zero", "/dev/urandom",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,7 @@ class Session:
     problems: list[str] = field(default_factory=list)  # of cells, for the learner
     found: set[str] = field(default_factory=set)  # task ids whose answer is there
     names: list[str] = field(default_factory=list)  # everything callable the notebook defines
+    guard: str = ""  # what guards the files: "landlock" or "audit"
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -93,6 +101,8 @@ class Session:
                 if self._starts >= STARTS:
                     raise Lost(f"the process ended {STARTS} times; it is not started again")
                 self._start()
+                message = self._receive(self.limits.cell_s + START_S)
+                self.guard = str(message.get("guard", ""))
                 while "cell" in (message := self._receive(self.limits.cell_s + GRACE_S)):
                     at = int(message["cell"])
                 self._loaded(message)
@@ -168,10 +178,14 @@ class Session:
         scratch.mkdir()
         root = PACKAGE.parent
         forbidden = [PACKAGE, *(p for n in ("solutions", "tests", "kernels", ".git") if (p := root / n).exists())]
-        here = os.getcwd()
+        # Not the folder of the exercises, nor a checkout; an installed course shares its folder with the packages.
+        out = {os.path.realpath(os.getcwd())} | ({str(root)} if (root / "pyproject.toml").exists() else set())
+        path = [p for p in sys.path if p and os.path.realpath(p) not in out]
         setup = {
             "package": str(PACKAGE),
-            "path": [p for p in sys.path if p and os.path.realpath(p) not in (here, str(root))],
+            "path": path,
+            "readable": [*path, sys.prefix, sys.base_prefix, *SYSTEM],
+            "guards": list(GUARDS),
             "allow": list(self.lesson.allow),
             "forbidden": [str(p) for p in forbidden],
             "scratch": str(scratch),
