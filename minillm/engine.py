@@ -7,6 +7,9 @@ member is done. Lesson 09 shows what that costs and replaces it.
 
 from __future__ import annotations
 
+import copy
+import numbers
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,9 +39,18 @@ class Engine:
         self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any] | None = None
     ):
         """parts: a learner's own `sampler` (an object with `sample`), `kv_cache` or `detokenizer` (classes)."""
-        parts = dict(parts or {})
-        if unknown := sorted(set(parts) - set(PARTS)):
+        if not isinstance(parts or {}, Mapping):
+            raise MinillmError(f"parts must be a dict of {', '.join(PARTS)}, got {parts!r:.80}")
+        parts = {name: part for name, part in (parts or {}).items() if part is not None}
+        if unknown := [name for name in parts if name not in PARTS]:
             raise MinillmError(f"parts: {unknown[0]!r} is not a part of this engine; it has {', '.join(PARTS)}")
+        if not callable(getattr(parts.get("sampler", Sampler), "sample", None)):
+            raise MinillmError(
+                f"parts: the sampler needs a method sample(logits, requests), got {parts['sampler']!r:.80}"
+            )
+        for name in ("kv_cache", "detokenizer"):
+            if name in parts and not callable(parts[name]):
+                raise MinillmError(f"parts: {name} must be a class, got {parts[name]!r:.80}")
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.sampler = parts.get("sampler") or Sampler()
         self.detokenizer = parts.get("detokenizer") or IncrementalDetokenizer
@@ -48,6 +60,8 @@ class Engine:
             else CachedRunner(model, parts.get("kv_cache") or ContiguousKVCache)
         )
         self.max_model_len = model.max_len
+        # A checkpoint may name an end token that its vocabulary does not have: it never comes.
+        self.eos_token_ids = frozenset(t for t in tokenizer.eos_token_ids if 0 <= t < model.config.vocab_size)
         self._made = 0
 
     # The door ---------------------------------------------------------------------------------------
@@ -59,7 +73,7 @@ class Engine:
         if not ids:
             raise RequestError("prompt", "it has no tokens; give at least one character or token id")
         for t in ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab:
+            if isinstance(t, bool) or not isinstance(t, numbers.Integral) or not 0 <= t < vocab:
                 raise RequestError(
                     "prompt", f"token id {t!r} is not in the vocabulary (whole numbers from 0 to {vocab - 1})"
                 )
@@ -90,10 +104,10 @@ class Engine:
             seed = (self.config.seed * 1_000_003 + self._made) % (MAX_SEED + 1)
         return Request(
             request_id=str(self._made - 1),
-            prompt_token_ids=ids,
+            prompt_token_ids=[int(t) for t in ids],
             params=params,
             seed=seed,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             max_tokens=max_tokens,
             times={"arrival": time.perf_counter()},
         )
@@ -108,42 +122,44 @@ class Engine:
     # The step loop ------------------------------------------------------------------------------------
 
     def run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, str]]]:
-        """Run to the end. Yields, after each step, the requests that got a token and the text it released."""
-        self.outputs = {id(r): OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer) for r in requests}
+        """Run to the end. Yields, after each step, the requests that got a token and the text it released.
+
+        All state of a run is its own, so that several may be under way at once and any may be abandoned.
+        """
+        runner = copy.copy(self.runner)  # shares the model; cache and rows are made by start()
+        outputs = {id(r): OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer) for r in requests}
         for group in self._groups(requests):
-            self.runner.start(group)
+            runner.start(group)
             # Prompts one at a time: each is already enough work for the machine. Then everybody together.
-            logits = torch.cat([self.runner.forward([r]) for r in group])
+            logits = torch.cat([runner.forward([r]) for r in group])
             running = group
             while True:
-                yield self._sample(logits, running)
+                yield self._sample(logits, running, outputs)
                 for r in running:
                     if r.finished:
-                        self.runner.finish(r)
+                        runner.finish(r)
                 running = [r for r in running if not r.finished]
                 if not running:
                     break
-                logits = self.runner.forward(running)
+                logits = runner.forward(running)
 
-    def _sample(self, logits: torch.Tensor, running: list[Request]) -> list[tuple[Request, str]]:
-        tokens, logprobs = self.sampler.sample(logits, running)
+    def _sample(
+        self, logits: torch.Tensor, running: list[Request], outputs: Mapping[int, OutputProcessor]
+    ) -> list[tuple[Request, str]]:
+        tokens, logprobs = _drawn(self.sampler.sample(logits, running), logits.shape)
         now = time.perf_counter()
         step = []
         for row, r, token, entry in zip(logits, running, tokens, logprobs, strict=True):
             if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
                 r.finish_reason, r.stop_reason = "error", str(no_token_error(row, r))
-                step.append((r, self._close(r, now)))
+                step.append((r, _close(r, outputs, now)))
                 continue
             r.times.setdefault("first_token", now)
             if entry is not None:
                 r.logprobs.append(entry)
-            delta = self.outputs[id(r)].push(token)
-            step.append((r, delta + self._close(r, now) if r.finished else delta))
+            delta = outputs[id(r)].push(token)
+            step.append((r, delta + _close(r, outputs, now) if r.finished else delta))
         return step
-
-    def _close(self, request: Request, now: float) -> str:
-        request.times["finished"] = now
-        return self.outputs[id(request)].finish()
 
     def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Cut the requests, in order, into groups whose reserved KV fits and that are not too many."""
@@ -159,6 +175,30 @@ class Engine:
             group.append(r)
         if group:
             yield group
+
+
+def _close(request: Request, outputs: Mapping[int, OutputProcessor], now: float) -> str:
+    request.times["finished"] = now
+    return outputs[id(request)].finish()
+
+
+def _drawn(result: Any, shape: Sequence[int]) -> tuple[list[int], list[Any]]:
+    """What a sampler returned, judged: it may be a learner's. shape is [requests, vocabulary]."""
+    count, vocab = shape
+    try:
+        tokens, logprobs = result
+        tokens, logprobs = [operator.index(t) for t in tokens], list(logprobs)
+    except (TypeError, ValueError):
+        raise MinillmError(
+            f"the sampler must return (token ids, logprobs), two lists with an entry a request, got {result!r:.120}"
+        ) from None
+    if not len(tokens) == len(logprobs) == count:
+        raise MinillmError(
+            f"the sampler got {count} requests, but returned {len(tokens)} tokens and {len(logprobs)} logprobs"
+        )
+    if wrong := [t for t in tokens if t != NO_TOKEN and not 0 <= t < vocab]:
+        raise MinillmError(f"the sampler drew {wrong[0]}; token ids are whole numbers from 0 to {vocab - 1}")
+    return tokens, logprobs
 
 
 def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapping[str, Any] | None = None) -> Engine:
@@ -185,10 +225,12 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise MinillmError(f"device {name!r} is not known; use 'auto', 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise MinillmError(f"device {name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
+    if device.type == "cpu" and device.index:
+        raise MinillmError(f"device {str(name)!r} is not known: there is one 'cpu'")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise MinillmError(
             f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use 'cpu'"

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -55,8 +56,8 @@ class LLM:
         many = _as_list(prompts)
         pairs = list(zip(many, _params_for(sampling_params, len(many)), strict=True))
         jobs = [(text, self._requests(ids, params)) for (text, ids), params in ((self._tokens(p), q) for p, q in pairs)]
-        self._run([r for _, group in jobs for r in group], use_tqdm)
-        return [self._output(text, group) for text, group in jobs]
+        texts = self._run([r for _, group in jobs for r in group], use_tqdm)
+        return [self._output(text, group, texts) for text, group in jobs]
 
     def chat(
         self,
@@ -68,16 +69,20 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of conversations."""
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single or not messages else messages
+        many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping | str)
+        conversations: Any = messages if many else [messages]
+        variables = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping) or not all(isinstance(key, str) for key in variables):
+            raise RequestError("chat_template_kwargs", f"expected {{name: value}}, got {variables!r:.80}")
+        variables = {"add_generation_prompt": add_generation_prompt, **variables}
         tokenizer = self.get_tokenizer()
-        texts = [tokenizer.render_chat(c, add_generation_prompt, **(chat_template_kwargs or {})) for c in conversations]
+        texts = [tokenizer.render_chat(c, **variables) for c in conversations]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """The text of one completion, piece by piece as it is generated."""
-        params = sampling_params or SamplingParams()
+        (params,) = _params_for(sampling_params, 1)
         if params.n != 1:
             raise RequestError("n", f"a stream carries one completion, got n={params.n}; use generate()")
         requests = self._requests(self._tokens(prompt)[1], params)
@@ -87,32 +92,35 @@ class LLM:
         if isinstance(prompt, Mapping):
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             if ids is not None:
-                return text, ids
+                return text, _token_ids(ids)
             if text is None:
-                raise RequestError("prompt", f"a dict needs 'prompt' or 'prompt_token_ids', got keys {sorted(prompt)}")
+                raise RequestError("prompt", f"a dict needs 'prompt' or 'prompt_token_ids', got keys {list(prompt)}")
             return text, self.get_tokenizer().encode(text)
         if isinstance(prompt, str):
             return prompt, self.get_tokenizer().encode(prompt)
-        if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
-            return None, list(prompt)  # type: ignore[arg-type]  # make_request judges the ids
-        raise RequestError("prompt", f"expected text, token ids or a dict, got {type(prompt).__name__}")
+        return None, _token_ids(prompt)
 
     def _requests(self, ids: Sequence[int], params: SamplingParams) -> list[Request]:
         return [self.engine.make_request(ids, params, index) for index in range(params.n)]
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> None:
+    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, str]:
+        """Run to the end; the text of each request, by its identity."""
         from tqdm.auto import tqdm
 
+        pieces: dict[int, list[str]] = {id(r): [] for r in requests}
         with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar:
             tokens = 0
             for step in self.engine.run(requests):
                 tokens += len(step)
+                for r, delta in step:
+                    pieces[id(r)].append(delta)
                 done = sum(r.finished for r, _ in step)
                 if done:
                     bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                     bar.update(done)
+        return {key: "".join(deltas) for key, deltas in pieces.items()}
 
-    def _output(self, text: str | None, requests: list[Request]) -> RequestOutput:
+    def _output(self, text: str | None, requests: list[Request], texts: Mapping[int, str]) -> RequestOutput:
         first = requests[0]
         outputs = []
         for index, r in enumerate(requests):
@@ -120,7 +128,7 @@ class LLM:
             outputs.append(
                 CompletionOutput(
                     index=index,
-                    text=self.engine.outputs[id(r)].text,
+                    text=texts[id(r)],
                     token_ids=r.output_token_ids,
                     finish_reason=r.finish_reason,
                     stop_reason=r.stop_reason,
@@ -140,11 +148,21 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many? A flat list of token ids is one prompt, a list of anything else is many."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array of ids, or of prompts
+        prompts = prompts.tolist()
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Sequence):
         raise RequestError("prompts", f"expected text, token ids or a list of them, got {type(prompts).__name__}")
-    if prompts and all(isinstance(p, int) for p in prompts):
+    if prompts and all(isinstance(p, numbers.Integral) for p in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _token_ids(prompt: Any) -> Sequence[int]:
+    """A list of token ids, or the .tolist() of an array; `make_request` judges the ids themselves."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence):
+        raise RequestError("prompt", f"expected text, token ids or a dict, got {type(prompt).__name__}")
+    return list(ids)
 
 
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -152,6 +170,8 @@ def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise RequestError("sampling_params", f"expected SamplingParams or a list of them, got {params!r:.80}")
     if len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError(
             "sampling_params",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -68,13 +69,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         put = lambda name, value: object.__setattr__(self, name, value)  # the dataclass is frozen
         stop = self.stop
-        put("stop", () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop))
-        put("stop_token_ids", tuple(self.stop_token_ids or ()))
-        put("top_k", 0 if self.top_k == -1 else self.top_k)
+        put("stop", (stop,) if isinstance(stop, str) else _sequence("stop", stop, "a string or a list of strings"))
+        put("stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, "a list of token ids"))
 
         _integer("n", self.n, 1, 128)
         _real("temperature", self.temperature, 0.0, 100.0)
-        _integer("top_k", self.top_k, 0, None)
+        _integer("top_k", self.top_k, -1, None)
+        put("top_k", max(self.top_k, 0))
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _real("min_p", self.min_p, 0.0, 1.0)
         _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
@@ -95,16 +96,24 @@ class SamplingParams:
         for s in self.stop:
             if not isinstance(s, str) or not s:
                 raise RequestError("stop", f"expected non-empty strings, got {s!r}")
+            if not s.isprintable() and any("\ud800" <= c <= "\udfff" for c in s):
+                raise RequestError("stop", f"{s!r} holds half of a surrogate pair, which no text of a model does")
         for t in self.stop_token_ids:
             _integer("stop_token_ids", t, 0, None)
         if self.logit_bias is not None:
-            try:
-                put("logit_bias", {int(k): v for k, v in dict(self.logit_bias).items()})
-            except (TypeError, ValueError):
-                raise RequestError("logit_bias", f"expected {{token id: value}}, got {self.logit_bias!r}") from None
-            for token, value in self.logit_bias.items():
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError("logit_bias", f"expected {{token id: value}}, got {self.logit_bias!r:.80}")
+            bias = {_token_id(k): v for k, v in self.logit_bias.items()}
+            for token, value in bias.items():
                 _integer("logit_bias", token, 0, None)
                 _real("logit_bias", value, -100.0, 100.0)
+            put("logit_bias", bias)
+        # From here on plain Python numbers: a NumPy integer overflows where an int does not, and is no JSON.
+        for name in ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"):
+            put(name, None if getattr(self, name) is None else int(getattr(self, name)))
+        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
+            put(name, float(getattr(self, name)))
+        put("stop_token_ids", tuple(int(t) for t in self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -114,6 +123,23 @@ class SamplingParams:
         return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
 
 
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _sequence(name: str, value: Any, expected: str) -> tuple[Any, ...]:
+    """A list, tuple, set or array as a tuple; None is the empty one."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise RequestError(name, f"expected {expected}, got {value!r:.80}")
+    return tuple(value)
+
+
+def _token_id(key: Any) -> Any:
+    """JSON turns the whole-number keys of an object into strings."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10 else key
+
+
 def _integer(name: str, value: Any, low: int | None, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise RequestError(name, f"expected a whole number, got {value!r}")
@@ -121,8 +147,12 @@ def _integer(name: str, value: Any, low: int | None, high: int | None) -> None:
 
 
 def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RequestError(name, f"expected a finite number, got {value!r}")
+    try:
+        finite = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        finite = False
+    if not finite:
+        raise RequestError(name, f"expected a finite number, got {value!r:.80}")
     _within(name, value, low, high, open_low)
 
 

@@ -11,6 +11,7 @@ import torch
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.errors import RequestError
 from minillm.request import TokenLogprob
+from minillm.runner import CachedRunner
 from minillm.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -182,16 +183,16 @@ def test_a_learner_s_part_runs_in_the_engine(embedded_folder):
 
 
 def test_a_row_without_a_distribution_ends_its_request_and_no_other(llm, monkeypatch):
-    forward = llm.engine.runner.forward
+    forward = CachedRunner.forward
 
-    def damaged(requests):
-        logits = forward(requests).clone()
+    def damaged(self, requests):
+        logits = forward(self, requests).clone()
         for row, r in zip(logits, requests, strict=True):
             if r.prompt_token_ids == [666] and r.output_token_ids:
                 row.fill_(math.nan)
         return logits
 
-    monkeypatch.setattr(llm.engine.runner, "forward", damaged)
+    monkeypatch.setattr(CachedRunner, "forward", damaged)
     good, bad, also = llm.generate(["One, two,", [666], "The sky is"], GREEDY, use_tqdm=False)
     assert (bad.outputs[0].finish_reason, len(bad.outputs[0].token_ids)) == ("error", 1)
     assert "logits are NaN" in bad.outputs[0].stop_reason
