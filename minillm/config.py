@@ -7,6 +7,7 @@ the Llama, Qwen2/2.5 or Qwen3 dense families. `EngineConfig` holds what a user m
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from minillm.errors import MinillmError
 
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
+MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # far beyond any model: a larger number in a config is a mistake
+MAX_REAL = 1e30  # of constants that enter fp32 arithmetic
+MAX_THREADS = 1024  # torch dies in its thread pool on absurd numbers
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
@@ -70,6 +74,15 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise MinillmError(f"config: {name} must be a positive whole number, got {value!r}")
+            if value > (limit := MAX_LAYERS if name == "num_layers" else MAX_SIZE):
+                raise MinillmError(f"config: {name} must be at most {limit}, got {value!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            _positive(name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))  # JSON may say 10000
+        _check_rope_scaling(self.rope_scaling)
+        for t in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            if not isinstance(t, int) or isinstance(t, bool):
+                raise MinillmError(f"config: bos and eos token ids must be whole numbers, got {t!r}")
         if self.num_heads % self.num_kv_heads:
             raise MinillmError(
                 f"config: num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}), "
@@ -105,11 +118,11 @@ class ModelConfig:
         missing = [
             k
             for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-            if k not in hf
+            if hf.get(k) is None
         ]
         if missing:
             raise MinillmError(f"config.json lacks {', '.join(missing)}; is this a complete Hugging Face model folder?")
-        if hf.get("hidden_act", "silu") != "silu":
+        if _given(hf, "hidden_act", lambda: "silu") != "silu":
             raise MinillmError(f"hidden_act {hf['hidden_act']!r} is not supported; these families use silu")
         if hf.get("quantization_config"):
             raise MinillmError("this folder holds quantised weights; give one with bf16, fp16 or fp32 safetensors")
@@ -118,6 +131,9 @@ class ModelConfig:
                 "use_sliding_window is set; sliding-window attention is not supported, only full attention"
             )
         rope = hf.get("rope_parameters") or {}
+        for name, value in (("rope_parameters", rope), ("rope_scaling", hf.get("rope_scaling"))):
+            if value is not None and not isinstance(value, dict):
+                raise MinillmError(f"config: {name} must be an object, got {value!r}")
         scaling = hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
         if scaling is not None:
             scaling = {k: v for k, v in scaling.items() if k not in ("rope_theta", "type")} | {
@@ -130,7 +146,7 @@ class ModelConfig:
                     f"rope_type {scaling['rope_type']!r} is not supported; use default, linear or llama3"
                 )
         eos = hf.get("eos_token_id")
-        bias = bool(hf.get("attention_bias", False))
+        bias = _flag(hf, "attention_bias")
         return cls(
             model_type=kind,
             vocab_size=hf["vocab_size"],
@@ -138,16 +154,16 @@ class ModelConfig:
             intermediate_size=hf["intermediate_size"],
             num_layers=hf["num_hidden_layers"],
             num_heads=hf["num_attention_heads"],
-            num_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
-            head_dim=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
-            max_position_embeddings=hf.get("max_position_embeddings", 2048),
-            rms_norm_eps=hf.get("rms_norm_eps", 1e-6),
-            rope_theta=float(rope.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            num_kv_heads=_given(hf, "num_key_value_heads", lambda: hf["num_attention_heads"]),
+            head_dim=_given(hf, "head_dim", lambda: _head_dim(hf)),
+            max_position_embeddings=_given(hf, "max_position_embeddings", lambda: 2048),
+            rms_norm_eps=_given(hf, "rms_norm_eps", lambda: 1e-6),
+            rope_theta=_given(rope, "rope_theta", lambda: _given(hf, "rope_theta", lambda: 10000.0)),
             rope_scaling=scaling,
-            tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(hf, "tie_word_embeddings"),
             attention_bias=True if kind == "qwen2" else bias,
             attention_out_bias=False if kind == "qwen2" else bias,
-            mlp_bias=bool(hf.get("mlp_bias", False)),
+            mlp_bias=_flag(hf, "mlp_bias"),
             qk_norm=kind == "qwen3",
             dtype=_checkpoint_dtype(hf),
             bos_token_id=hf.get("bos_token_id"),
@@ -161,7 +177,7 @@ class ModelConfig:
             hf = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise MinillmError(f"{folder} has no config.json; give a Hugging Face model folder") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise MinillmError(f"{path} cannot be read as JSON ({error}); fetch the model again") from None
         if not isinstance(hf, dict):
             raise MinillmError(f"{path} does not hold a JSON object; fetch the model again")
@@ -171,6 +187,53 @@ class ModelConfig:
 def _checkpoint_dtype(hf: dict[str, Any]) -> str:
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
     return name if name in DTYPES else "float32"
+
+
+def _given(hf: dict[str, Any], name: str, default: Callable[[], Any]) -> Any:
+    """A field of a JSON object; null counts as absent, as it does in the transformers library."""
+    value = hf.get(name)
+    return default() if value is None else value
+
+
+def _flag(hf: dict[str, Any], name: str) -> bool:
+    value = _given(hf, name, lambda: False)
+    if not isinstance(value, bool):  # "false" in quotes would count as true
+        raise MinillmError(f"config: {name} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _head_dim(hf: dict[str, Any]) -> Any:
+    width, heads = hf["hidden_size"], hf["num_attention_heads"]
+    try:
+        return width // heads
+    except (TypeError, ZeroDivisionError):
+        raise MinillmError(
+            f"config: hidden_size and num_attention_heads must be positive whole numbers, got {width!r} and {heads!r}"
+        ) from None
+
+
+def _positive(name: str, value: Any) -> None:
+    """A finite number above 0, and one that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_REAL:
+        raise MinillmError(f"config: {name} must be a finite number above 0, got {value!r}")
+
+
+def _check_rope_scaling(scaling: dict[str, Any] | None) -> None:
+    """Every key that `scale_rope` reads is there and makes sense."""
+    if scaling is None:
+        return
+    needed = ["factor"]
+    if scaling["rope_type"] == "llama3":
+        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    if missing := [k for k in needed if scaling.get(k) is None]:
+        raise MinillmError(f"config: rope scaling {scaling['rope_type']!r} lacks {', '.join(missing)}")
+    for name in needed:
+        _positive(f"rope scaling's {name}", scaling[name])
+    if len(needed) > 1 and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise MinillmError(
+            "config: rope scaling's high_freq_factor must be above its low_freq_factor, "
+            f"got {scaling['high_freq_factor']} and {scaling['low_freq_factor']}"
+        )
 
 
 @dataclass(frozen=True)
@@ -205,6 +268,8 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise MinillmError(f"{name} must be a positive whole number, got {value!r}")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise MinillmError(f"threads must be at most {MAX_THREADS}, got {self.threads}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise MinillmError(f"seed must be a whole number from 0 to 2**63-1, got {self.seed!r}")
 

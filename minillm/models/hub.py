@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from minillm.errors import MinillmError
 from minillm.paths import cache_dir
@@ -43,13 +44,17 @@ def resolve(name: str | os.PathLike[str] = EMBEDDED) -> Path:
 
     Raises MinillmError when there is no such folder or name.
     """
-    text = os.fspath(name)
+    text = _name(name)
     if text.lower() in ALIASES:
         return fetch(EMBEDDED)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = path.is_dir() and bool(text), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a link to itself, no such user's home
+        raise MinillmError(f"model {text!r:.80} cannot be looked up ({str(error)[:80]}); give a folder") from None
+    if is_folder:
         return path
-    if path.is_file():
+    if is_file:
         raise MinillmError(f"{text} is a file; give the folder that holds config.json and the safetensors")
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return _from_hub(text)
@@ -58,13 +63,28 @@ def resolve(name: str | os.PathLike[str] = EMBEDDED) -> Path:
     )
 
 
+def _name(name: Any) -> str:
+    if isinstance(name, bytes) or not isinstance(name, str | os.PathLike):
+        raise MinillmError(f"model must be a name or a folder, got {type(name).__name__}")
+    return str(os.fspath(name))
+
+
 def fetch(name: str = EMBEDDED, progress: bool = True) -> Path:
     """Make the model's folder and return it; returns at once when it is already there."""
-    if name.lower() not in ALIASES:
+    if _name(name).lower() not in ALIASES:
         return resolve(name)
     target = embedded_folder()
     if is_fetched():
         return target
+    try:
+        return _make(target, progress)
+    except OSError as error:
+        raise MinillmError(
+            f"the model cannot be written to {target.parent} ({error}); make room, or set MINILLM_CACHE to a folder"
+        ) from None
+
+
+def _make(target: Path, progress: bool) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with _lock(target.parent / ".lock"):
         if is_fetched():  # another process made it while we waited

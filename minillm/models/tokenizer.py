@@ -30,7 +30,11 @@ class Tokenizer:
         eos = _read_json(self.folder / "generation_config.json").get("eos_token_id")
         if eos is None:
             eos = _read_json(self.folder / "config.json").get("eos_token_id")
-        ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        ids = set()
+        for t in eos if isinstance(eos, list) else [] if eos is None else [eos]:
+            if not isinstance(t, int) or isinstance(t, bool):
+                raise MinillmError(f"{self.folder.name}: eos_token_id must be whole numbers, got {eos!r:.80}")
+            ids.add(t)
         # Chat models end a turn with the tokenizer's eos token, which is not always the one in config.json.
         name = _token_text(self.settings.get("eos_token"))
         if name is not None and (own := self.backend.token_to_id(name)) is not None:
@@ -56,9 +60,14 @@ class Tokenizer:
     @functools.cached_property
     def chat_template(self) -> str | None:
         file = self.folder / "chat_template.jinja"
-        template = file.read_text(encoding="utf-8") if file.is_file() else self.settings.get("chat_template")
-        if isinstance(template, list):  # several named templates: the default one
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        try:
+            template = file.read_text(encoding="utf-8") if file.is_file() else self.settings.get("chat_template")
+            if isinstance(template, list):  # several named templates: the default one
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        except (OSError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise MinillmError(f"{self.folder.name}: the chat template cannot be read ({error!r:.80})") from None
+        if not isinstance(template, str | None):
+            raise MinillmError(f"{self.folder.name}: the chat template must be text, got {template!r:.80}")
         return template
 
     def render_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -70,20 +79,17 @@ class Tokenizer:
         for i, message in enumerate(messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise MinillmError(f"messages[{i}] must have a 'role' (text) and a 'content', got {message!r:.80}")
-        from jinja2.exceptions import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         special: dict[str, Any] = {key: _token_text(self.settings.get(key)) or "" for key in names}
         try:
             rendered: Any = render_jinja_template(
+                **{"add_generation_prompt": add_generation_prompt, **special, **variables},
                 conversations=[[dict(m) for m in messages]],
                 chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                **special,
-                **variables,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is code of its own: what it cannot do with these messages has any type
             raise MinillmError(f"the chat template refused these messages: {error}") from None
         return str(rendered[0][0])  # (texts, generation spans): one text for one conversation
 
@@ -110,9 +116,9 @@ def _load_backend(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, use_fast=True).backend_tokenizer
-    except (OSError, ValueError, AttributeError, ImportError) as error:
+    except Exception as error:  # of any type: transformers guesses what kind of folder this is
         raise MinillmError(
-            f"{folder} has no tokenizer.json, and transformers cannot make one ({str(error).splitlines()[0]})"
+            f"{folder} has no tokenizer.json, and transformers cannot make one ({str(error).strip()[:120]})"
         ) from None
 
 
@@ -120,11 +126,15 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise MinillmError(f"{path} is not valid JSON ({error}); fetch the model again") from None
+    if not isinstance(found, dict):
+        raise MinillmError(f"{path} does not hold a JSON object; fetch the model again")
+    return found
 
 
 def _token_text(value: Any) -> str | None:
     """`"<s>"` or `{"content": "<s>", ...}` -> `"<s>"`."""
-    return value.get("content") if isinstance(value, dict) else value
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

@@ -142,7 +142,9 @@ def _files(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[Path, list[
     if index.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            if not all(isinstance(f, str) and Path(f).name == f for f in weight_map.values()):
+                raise ValueError("weight_map must give file names in this folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise MinillmError(f"{index} is not a valid shard index ({error}); fetch the model again") from None
         files: dict[Path, list[str] | None] = {}
         for name, file in weight_map.items():
