@@ -11,14 +11,27 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 COMMANDS = ("doctor", "fetch", "generate", "chat", "roofline", "bench", "evidence", "grade", "course")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser, and its subparsers, that report a fault as every other fault is reported: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        _complain(f"{message}; see {self.prog} --help")
+        raise SystemExit(2)
+
+
+def _complain(message: str) -> None:
+    print(f"minillm: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def build_parser() -> argparse.ArgumentParser:
     from minillm import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="minillm",
         description="An LLM inference engine and the course that builds it.",
         epilog='example: minillm generate "What is the capital of France?" --max-tokens 16',
@@ -34,18 +47,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
     from minillm.errors import MinillmError
 
-    args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its number
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return args.run(args)
-    except MinillmError as error:
-        print(f"minillm: error: {' '.join(str(error).split())}", file=sys.stderr)
+        args = build_parser().parse_args(argv)
+        code: int = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a reader that has gone can still be told from a fault
+        return code
+    except BrokenPipeError:  # `minillm ... | head`: the reader has gone, which is not a fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MinillmError, OSError) as error:  # OSError: a disk that is full, a file that may not be read, ...
+        _complain(str(error))
         return 2
     except KeyboardInterrupt:
         print("minillm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `minillm ... | head`: the reader has gone, which is not a fault
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

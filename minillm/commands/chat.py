@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from minillm.commands import add_model_options, add_sampling_options, command, load_llm, sampling_params
+from minillm.errors import MinillmError
 
 
 def add_parser(sub: Any) -> None:
@@ -48,9 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(quiet: bool) -> str | None:
     """The next line of the user; None at an empty line or the end of the input."""
-    interactive = sys.stdin.isatty() and not quiet
+    if sys.stdin is None:  # closed
+        return None
     try:
-        line = input("> " if interactive else "").strip()
+        line = input("> " if sys.stdin.isatty() and not quiet else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError:
+        raise MinillmError("standard input is not text in UTF-8") from None
     return line or None

@@ -90,7 +90,8 @@ def lessons(gpu: bool) -> list[dict[str, str]]:
 def ceilings_line(c: dict[str, Any]) -> str:
     peaks = ", ".join(f"{dtype} {value / 1e9:.0f} GFLOP/s" for dtype, value in c["peak_flops"].items())
     moves = ", ".join(f"{name} {c[name + '_bandwidth'] / 1e9:.1f}" for name in ("read", "copy", "triad", "gather"))
-    return f"{moves} GB/s; {peaks}; {c['call_overhead'] * 1e6:.1f} us a call (measured here{', while the machine was busy' * bool(c.get('busy'))})"
+    busy = ", while the machine was busy" if c.get("busy") else ""
+    return f"{moves} GB/s; {peaks}; {c['call_overhead'] * 1e6:.1f} us a call (measured here{busy})"
 
 
 def render(report: dict[str, Any]) -> str:

@@ -20,9 +20,11 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from minillm.config import ModelConfig
     from minillm.models.hub import fetch
 
     folder = fetch(args.name, progress=not args.json)
+    ModelConfig.from_folder(folder)  # a folder that holds no model is no success
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file())
     if args.json:
         print(json.dumps({"name": args.name, "folder": str(folder), "bytes": size}))

@@ -22,9 +22,19 @@ def add_parser(sub: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def read_input() -> str:
+    """All of standard input, which may be closed or not text."""
+    from minillm.errors import MinillmError
+
+    try:
+        return sys.stdin.read()
+    except (AttributeError, UnicodeDecodeError, OSError):  # Python sets sys.stdin to None where it is closed
+        raise MinillmError("standard input is closed or not text; give the prompt as an argument") from None
+
+
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = read_input() if args.prompt == "-" else args.prompt
     params = sampling_params(args)
     llm = load_llm(args)
     tokenizer = llm.get_tokenizer()

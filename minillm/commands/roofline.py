@@ -74,7 +74,7 @@ def model_shape(name: str) -> Any:
 
     if name.lower() in PRESETS:
         return PRESETS[name.lower()]
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return ModelConfig.from_folder(name)
     raise MinillmError(f"model {name!r} is no shape known here ({', '.join(PRESETS)}) and no folder")
 

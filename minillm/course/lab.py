@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import sys
 from pathlib import Path
 
+from minillm.cli import Parser
 from minillm.errors import MinillmError
 
 FIRST = "notebooks/00_roofline.ipynb"
@@ -25,6 +25,8 @@ def lesson_files() -> list[Path]:
 
 def free_port(port: int, tries: int = 50) -> int:
     """`port`, or the next one that nobody listens on."""
+    if not 1 <= port <= 65535:
+        raise MinillmError(f"port must be from 1 to 65535, got {port}; choose one with make lab PORT=...")
     for candidate in range(port, min(port + tries, 65536)):
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,7 +35,7 @@ def free_port(port: int, tries: int = 50) -> int:
                 return candidate
             except OSError:
                 continue
-    raise MinillmError(f"no free port from {port} to {port + tries - 1}; choose one with make lab PORT=...")
+    raise MinillmError(f"no free port from {port} to {min(port + tries, 65536) - 1}; choose one with make lab PORT=...")
 
 
 def has_display() -> bool:
@@ -61,7 +63,7 @@ def jupyter_command(folder: Path, port: int) -> list[str]:
 
 def main() -> int:
     """Replace this process by JupyterLab, or return 2 when that cannot be done."""
-    parser = argparse.ArgumentParser(prog="python -m minillm.course.lab", description=__doc__)
+    parser = Parser(prog="python -m minillm.course.lab", description=__doc__)
     parser.add_argument("--port", type=int, default=8888)
     args = parser.parse_args()
     if not (root() / FIRST).is_file():
