@@ -304,5 +304,6 @@ def test_the_command_shows_and_renders(folder, tmp_path, capsys):
     assert len(capsys.readouterr().err.strip().splitlines()) == 3  # one line each, no traceback
 
 
-def test_the_committed_records_are_sound():
+def test_the_committed_records_are_there_and_sound():
+    assert {"ladder-cpu", "single-cpu", "throughput-cpu"} <= set(evidence.names())
     assert evidence.check() == []

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 STEPS = ("ceilings", "ladder", "single", "throughput")
@@ -25,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="samples of each measurement (default: by step)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides (default: torch's choice)")
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=128, help="prompt tokens (default: %(default)s)")
-    parser.add_argument("--new", type=int, default=64, help="new tokens (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=32, help="requests of throughput (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, help="prompt tokens of single and throughput (default: 128)")
+    parser.add_argument("--new", type=int, help="new tokens of single and throughput (default: 64)")
+    parser.add_argument("--requests", type=int, help="requests of throughput (default: 32)")
     parser.add_argument("--contexts", help="contexts of ladder, as 128,512,1024")
     parser.add_argument("--cached-ceilings", action="store_true", help="skip measuring the ceilings; not for a record")
     parser.add_argument("--out", metavar="DIR", help="write the record there, as STEP-cpu.json or STEP-cuda.json")
@@ -55,6 +56,15 @@ def command_line(args: argparse.Namespace) -> str:
     return " ".join(parts)
 
 
+# Options that only some steps have. The others would ignore them, so they refuse them.
+OWNERS = {
+    "model": ("ladder", "single", "throughput"),
+    "contexts": ("ladder",),
+    "peer": ("single", "throughput"),
+    "prompt": ("single", "throughput"),
+    "new": ("single", "throughput"),
+    "requests": ("throughput",),
+}
 _DEFAULTS = {"device": "auto", "dtype": "auto", "seed": 0, "prompt": 128, "new": 64, "requests": 32}
 
 
@@ -64,8 +74,15 @@ def run(args: argparse.Namespace) -> int:
     from minillm.errors import MinillmError
     from minillm.roofline.record import save, verify
 
-    if args.peer and args.step not in ("single", "throughput"):
-        raise MinillmError(f"--peer belongs to single and throughput; {args.step} has no other side")
+    for name, steps in OWNERS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, _DEFAULTS.get(name))
+        elif args.step not in steps:
+            raise MinillmError(f"--{name} belongs to {' and '.join(steps)}; {args.step} would ignore it")
+    if args.step == "single" and args.new < 2:
+        raise MinillmError("--new must be at least 2: the first token belongs to the prompt, the steps come after it")
+    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise MinillmError(f"--out must be a folder, and {args.out} is a file")
     try:
         contexts = tuple(sorted({int(c) for c in args.contexts.split(",")})) if args.contexts else None
     except ValueError:

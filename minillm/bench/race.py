@@ -1,7 +1,8 @@
 """Two engines on the same requests, one after the other, the order changing with every repeat.
 
 `single`: one stream, 128 random tokens in, 64 greedy tokens out. `throughput`: requests of mixed lengths in static
-batches on both sides. Whatever disturbs the machine then disturbs both, and the ratio is taken within a repeat.
+batches on both sides: ours lets a finished sequence leave its batch, the peer computes all to the longest, as
+`generate` does. Whatever disturbs the machine then disturbs both, and the ratio is taken within a repeat.
 """
 
 from __future__ import annotations

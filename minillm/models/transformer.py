@@ -98,7 +98,6 @@ class Transformer:
         self.embed = weights.embed
         self.final_norm = weights.final_norm
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
-        self.weight_nbytes = weights.nbytes
         self.layers = [Layer(w) for w in weights.layers]
         self.lm_head = Linear(weights.lm_head)
         self.max_len = max_len or config.max_position_embeddings
