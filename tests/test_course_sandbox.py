@@ -50,6 +50,13 @@ READS = {
         "import os; f = os.open({root!r}, os.O_RDONLY)\n"
         "text = open(os.open('minillm/course/checks/lesson_00.py', os.O_RDONLY, dir_fd=f)).read()",
     ),
+    "an open folder's descriptor": (  # a folder that may be read, and a way up from it that looks like one inside the scratch folder
+        ANY,
+        "import os, sys; f = os.open(sys.base_prefix, os.O_RDONLY)\n"
+        "up = os.path.relpath(os.path.realpath({ref!r}), os.path.realpath(sys.base_prefix))\n"
+        "deep = '/'.join(['d'] * (up.count('..') + 1)); os.makedirs(deep); os.chdir(deep)\n"
+        "text = open(os.open(up, os.O_RDONLY, dir_fd=f)).read()",
+    ),
     "a shell": (ANY, "import subprocess; text = subprocess.check_output(['cat', {ref!r}], text=True)"),
     "the solutions": (
         ANY,
