@@ -50,7 +50,7 @@ READS = {
         "import os; f = os.open({root!r}, os.O_RDONLY)\n"
         "text = open(os.open('minillm/course/checks/lesson_00.py', os.O_RDONLY, dir_fd=f)).read()",
     ),
-    "an open folder's descriptor": (  # a folder that may be read, and a way up from it that looks like one inside the scratch folder
+    "an open folder's descriptor": (  # one that may be read; the way up from it looks like one inside scratch
         ANY,
         "import os, sys; f = os.open(sys.base_prefix, os.O_RDONLY)\n"
         "up = os.path.relpath(os.path.realpath({ref!r}), os.path.realpath(sys.base_prefix))\n"
