@@ -28,7 +28,7 @@ def figures(scale=1.0):
         "batch_curves": viz.batch_curves(curves, "time per token (s)", marks={"ridge": 9}),
         "bandwidth": viz.bandwidth_by_size([2**20, 2**24, 2**28], [9e10 * scale, 6e10, 3e10], 3.5e10, {"L3": 2**25}),
         "bound_map": viz.bound_map([1, 2], [0], [["memory", "compute" if scale == 1 else "memory"]]),
-        "layer_errors": layers.error_map({"ours": np.full((3, 4), 1e-6 * scale)}, 1e-4),
+        "layer_errors": layers.error_map({"ours": scale * np.geomspace(1e-5, 1e-2, 12).reshape(3, 4)}, 1e-4),
     }  # fmt: skip
 
 
@@ -126,6 +126,12 @@ def test_bad_data_are_refused_in_words():
         viz.bound_map([1, 2], [0], [["memory"]])
     with pytest.raises(MinillmError, match="layers, positions"):
         layers.error_map({"ours": np.zeros(3)}, 1e-4)
+
+
+def test_errors_below_the_tolerance_stay_white():
+    errors = np.array([[1e-7, 1e-2], [1e-5, 1.0]])
+    shown = layers.error_map({"ours": errors}, tolerance=1e-4).axes[0].images[0].get_array()
+    assert shown.mask.tolist() == [[True, False], [True, False]]
 
 
 # The classifier: no fixed label for a phase (ROWS B9) ---------------------------------------------------------------
