@@ -81,12 +81,23 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is generated."""
+        """The text of one completion, piece by piece as it is generated.
+
+        Input is judged at the call; a request that fails later raises MinillmError from the iterator.
+        """
         (params,) = _params_for(sampling_params, 1)
         if params.n != 1:
             raise RequestError("n", f"a stream carries one completion, got n={params.n}; use generate()")
         requests = self._requests(self._tokens(prompt)[1], params)
-        return (delta for step in self.engine.run(requests) for _, delta in step if delta)
+        return self._stream(requests)
+
+    def _stream(self, requests: list[Request]) -> Iterator[str]:
+        for step in self.engine.run(requests):
+            for r, delta in step:
+                if delta:
+                    yield delta
+                if r.finish_reason == "error":
+                    raise MinillmError(str(r.stop_reason))
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):

@@ -1,8 +1,8 @@
 """A request, what it asks for, and what it gives back. Lessons 01 to 03 build this.
 
-There is no prefill phase and no decode phase here. A request holds its tokens (prompt and output in
-one list) and one counter, `num_computed_tokens`, which chases `num_tokens`. How far the counter is
-behind is all that an engine needs to know.
+There is no prefill phase and no decode phase here. A request holds its tokens (the prompt's, then those
+generated) and one counter, `num_computed_tokens`, which chases `num_tokens`. How far the counter is behind is
+all that an engine needs to know.
 """
 
 from __future__ import annotations
@@ -187,7 +187,6 @@ class Request:
     seed: int
     eos_token_ids: frozenset[int] = frozenset()
     max_tokens: int = 16
-    finish_at_context_limit: bool = False
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     finish_reason: str | None = None

@@ -196,6 +196,8 @@ def test_a_row_without_a_distribution_ends_its_request_and_no_other(llm, monkeyp
     good, bad, also = llm.generate(["One, two,", [666], "The sky is"], GREEDY, use_tqdm=False)
     assert (bad.outputs[0].finish_reason, len(bad.outputs[0].token_ids)) == ("error", 1)
     assert "logits are NaN" in bad.outputs[0].stop_reason
+    with pytest.raises(MinillmError, match="logits are NaN"):
+        list(llm.stream([666], GREEDY))
     monkeypatch.undo()
     assert texts([good, also]) == texts(llm.generate(["One, two,", "The sky is"], GREEDY, use_tqdm=False))
 

@@ -48,7 +48,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     parser.add_argument(
         "--min-p", type=float, default=0.0, help="keep tokens this likely relative to the best (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=None, help="make sampling repeatable")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the random draws; the same seed draws the same tokens (default: 0)"
+    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be given more than once"
     )

@@ -24,6 +24,7 @@ EXTRA = {
     "nbgrader": ("instructors' autograding", "pip install 'minillm[nbgrader]'"),
     "pytest": ("make test", "pip install 'minillm[test]'"),
 }
+LESSONS_NEED = ("jupyterlab", "ipywidgets", "matplotlib", "smollm2-135m")
 
 
 def add_parser(sub: Any) -> None:
@@ -73,17 +74,19 @@ def examine(remeasure: bool = False, measure: bool = True) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {p: v for p in ("minillm", *NEEDED, *EXTRA) if (v := version(p))},
         "ceilings": None if ceilings is None else ceilings.to_dict() | {"busy": ceilings.busy},
-        "lessons": lessons(gpu),
+        "lessons": lessons(gpu, [m["package"] for m in missing]),
         "missing": missing,
         "missing_needed": [p for p in NEEDED if importlib.util.find_spec(p) is None],
     }
 
 
-def lessons(gpu: bool) -> list[dict[str, str]]:
-    """Which of the lessons in this checkout run fully here."""
+def lessons(gpu: bool, missing: list[str]) -> list[dict[str, str]]:
+    """Which of the lessons in this checkout run fully here, and what the others wait for."""
     from minillm.course.lab import lesson_files
 
+    needed = [p for p in missing if p in LESSONS_NEED]
     full = "fully" if gpu else "fully on the CPU; GPU numbers come from records"
+    full = f"not yet: {', '.join(needed)} missing" if needed else full
     return [{"lesson": path.stem, "runs": full} for path in lesson_files()]
 
 
