@@ -240,29 +240,30 @@ def size(n: float) -> str:
 def memory_figure(plan: MemoryPlan, device_name: str = "device") -> Figure:
     """Two bars: weights and KV against the device's memory, and the least time a decode step needs to read them."""
     fig, (top, bottom) = style.figure(7.5, 2.9, rows=2)
-    _stack(top, plan.weights / 1e9, plan.kv / 1e9, f"{size(plan.weights)} weights", f"{size(plan.kv)} KV")
-    top.axvline(plan.memory / 1e9, color=style.BLACK, linewidth=1.8)
-    top.set_xlim(0, 1.15 * max(plan.memory, plan.weights + plan.kv) / 1e9)
-    style.label(top, plan.memory / 1e9, 0.62, f"{device_name}", style.BLACK, ha="right", dx=-4, va="top")
+    total, memory = (plan.weights + plan.kv) / 1e9, plan.memory / 1e9
+    words = (f"{size(plan.weights)} weights", f"{size(plan.kv)} KV")
+    _stack(top, plan.weights / 1e9, plan.kv / 1e9, words, 1.15 * max(memory, total))
+    top.axvline(memory, color=style.BLACK, linewidth=1.8)
     verdict = "fits" if plan.fits else "does not fit"
-    style.name_axes(top, "memory (GB)", "", f"{verdict}: {size(plan.weights + plan.kv)} of {size(plan.memory)}")
+    title = f"{verdict}: {size(plan.weights + plan.kv)} of {size(plan.memory)} (black line: {device_name})"
+    style.name_axes(top, "memory (GB)", "", title)
     ms = (1e3 * plan.weights_seconds, 1e3 * plan.kv_seconds)
-    _stack(bottom, *ms, f"{ms[0]:.2f} ms weights", f"{ms[1]:.2f} ms KV")
-    bottom.set_xlim(0, 1.15 * sum(ms))
+    _stack(bottom, *ms, (f"{ms[0]:.2f} ms weights", f"{ms[1]:.2f} ms KV"), 1.15 * sum(ms))
     style.name_axes(bottom, "least time per decode step (ms)", "")
     return fig
 
 
-def _stack(ax: Axes, first: float, second: float, first_name: str, second_name: str) -> None:
-    ax.barh([0], [first], 0.5, color=style.BLUE)
-    ax.barh([0], [second], 0.5, left=[first], color=style.ORANGE, hatch="//", edgecolor="white")
+def _stack(ax: Axes, first: float, second: float, words: tuple[str, str], width: float) -> None:
+    ax.barh([0], [first], 0.4, color=style.BLUE)
+    ax.barh([0], [second], 0.4, left=[first], color=style.ORANGE, hatch="//", edgecolor="white")
     ax.set_yticks([])
-    ax.set_ylim(-0.4, 0.95)
+    ax.set_xlim(0, width)
+    ax.set_ylim(-0.4, 0.75)
     ax.grid(False)
-    ax.text(0.0, 0.36, f" {first_name}", color=style.BLUE, fontsize=style.SMALL, va="bottom")
-    total = first + second
-    # The KV label starts at its bar, unless the weights' label needs that room.
-    ax.text(max(first, 0.3 * total), 0.36, f" {second_name}", color="#8A5F00", fontsize=style.SMALL, va="bottom")
+    ax.text(0.0, 0.3, f" {words[0]}", color=style.BLUE, fontsize=style.SMALL, va="bottom")
+    # The KV label starts at its bar, unless the weights' label needs that room; it ends inside the axes.
+    at = min(max(first, 0.2 * width), 0.82 * width)
+    ax.text(at, 0.3, f" {words[1]}", color="#8A5F00", fontsize=style.SMALL, va="bottom")
 
 
 def kv_calculator(models: Mapping[str, ModelConfig], devices: Mapping[str, Device]) -> Any:
