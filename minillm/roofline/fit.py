@@ -1,4 +1,4 @@
-"""How much of each ceiling the operators reach on this machine, fitted and judged on other shapes. `bench ladder` uses it.
+"""How much of each ceiling operators reach on this machine, fitted and judged on other shapes; for `bench ladder`.
 
 The roofline names four costs of a step: streaming products, attention, elementwise work, calls. A fit
 scales each by one non-negative number. It is judged only on shapes that it never saw.
