@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 COMMANDS = ("doctor", "fetch", "generate", "chat", "roofline", "bench", "evidence", "grade", "course")
@@ -45,14 +45,27 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
-    from minillm.errors import MinillmError
+
+    def work() -> int:
+        args = build_parser().parse_args(argv)
+        code: int = args.run(args)
+        return code
 
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character gets its number
             stream.reconfigure(errors="backslashreplace")
+    return answer(work)
+
+
+def answer(work: Callable[[], int]) -> int:
+    """Do the work of a command line and return its exit code; a fault becomes one line on stderr.
+
+    `minillm` and the modules that run by `python -m` all end here.
+    """
+    from minillm.errors import MinillmError
+
     try:
-        args = build_parser().parse_args(argv)
-        code: int = args.run(args)
+        code = work()
         if sys.stdout is not None:
             sys.stdout.flush()  # here, where a reader that has gone can still be told from a fault
         return code

@@ -57,10 +57,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.model_type not in MODEL_TYPES:
-            raise MinillmError(
-                f"model_type {self.model_type!r} is not supported; use a dense family: {', '.join(MODEL_TYPES)}"
-            )
+        _check_family(self.model_type)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -72,8 +69,7 @@ class ModelConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise MinillmError(f"config: {name} must be a positive whole number, got {value!r}")
+            _positive_whole(f"config: {name}", value)
             if value > (limit := MAX_LAYERS if name == "num_layers" else MAX_SIZE):
                 raise MinillmError(f"config: {name} must be at most {limit}, got {value!r}")
         for name in ("rms_norm_eps", "rope_theta"):
@@ -110,11 +106,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: dict[str, Any]) -> ModelConfig:
         """Read a Hugging Face `config.json` (transformers 4 and 5 spellings of RoPE and dtype)."""
-        kind = hf.get("model_type")
-        if kind not in MODEL_TYPES:
-            raise MinillmError(
-                f"model_type {kind!r} is not supported; minillm runs the dense families {', '.join(MODEL_TYPES)}"
-            )
+        kind = _check_family(hf.get("model_type"))
         missing = [
             k
             for k in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -212,6 +204,20 @@ def _head_dim(hf: dict[str, Any]) -> Any:
         ) from None
 
 
+def _check_family(model_type: Any) -> str:
+    """One of MODEL_TYPES."""
+    if model_type not in MODEL_TYPES:
+        raise MinillmError(
+            f"model_type {model_type!r} is not supported; minillm runs the dense families {', '.join(MODEL_TYPES)}"
+        )
+    return str(model_type)
+
+
+def _positive_whole(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise MinillmError(f"{name} must be a positive whole number, got {value!r}")
+
+
 def _positive(name: str, value: Any) -> None:
     """A finite number above 0, and one that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_REAL:
@@ -264,10 +270,8 @@ class EngineConfig:
             raise MinillmError(f"kv_cache {self.kv_cache!r} is not known; use 'contiguous' or 'none'")
         for name, optional in (("max_model_len", True), ("max_num_seqs", False), ("threads", True)):
             value = getattr(self, name)
-            if optional and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise MinillmError(f"{name} must be a positive whole number, got {value!r}")
+            if value is not None or not optional:
+                _positive_whole(name, value)
         if self.threads is not None and self.threads > MAX_THREADS:
             raise MinillmError(f"threads must be at most {MAX_THREADS}, got {self.threads}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:

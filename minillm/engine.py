@@ -52,12 +52,12 @@ class Engine:
             if name in parts and not callable(parts[name]):
                 raise MinillmError(f"parts: {name} must be a class, got {parts[name]!r:.80}")
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.sampler = parts.get("sampler") or Sampler()
-        self.detokenizer = parts.get("detokenizer") or IncrementalDetokenizer
+        self.sampler = parts["sampler"] if "sampler" in parts else Sampler()
+        self.detokenizer = parts.get("detokenizer", IncrementalDetokenizer)
         self.runner: Runner = (
             NaiveRunner(model)
             if config.kv_cache == "none"
-            else CachedRunner(model, parts.get("kv_cache") or ContiguousKVCache)
+            else CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
         )
         self.max_model_len = model.max_len
         # A checkpoint may name an end token that its vocabulary does not have: it never comes.
@@ -152,13 +152,15 @@ class Engine:
         for row, r, token, entry in zip(logits, running, tokens, logprobs, strict=True):
             if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
                 r.finish_reason, r.stop_reason = "error", str(no_token_error(row, r))
-                step.append((r, _close(r, outputs, now)))
+                r.times["finished"] = now
+                step.append((r, outputs[id(r)].finish()))
                 continue
             r.times.setdefault("first_token", now)
             if entry is not None:
                 r.logprobs.append(entry)
-            delta = outputs[id(r)].push(token)
-            step.append((r, delta + _close(r, outputs, now) if r.finished else delta))
+            step.append((r, outputs[id(r)].push(token)))  # the last delta is complete
+            if r.finished:
+                r.times["finished"] = now
         return step
 
     def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
@@ -175,11 +177,6 @@ class Engine:
             group.append(r)
         if group:
             yield group
-
-
-def _close(request: Request, outputs: Mapping[int, OutputProcessor], now: float) -> str:
-    request.times["finished"] = now
-    return outputs[id(request)].finish()
 
 
 def _drawn(result: Any, shape: Sequence[int]) -> tuple[list[int], list[Any]]:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 
 from minillm.config import ModelConfig, dtype_name
+from minillm.engine import pick_dtype
 from minillm.errors import MinillmError
 from minillm.models import hub
-from minillm.models.linear import has_bf16_instructions
 from minillm.models.presets import PRESETS
 from minillm.models.transformer import Transformer
 from minillm.models.weights import load_weights, random_weights
@@ -56,12 +56,8 @@ class Options:
         if self.contexts is not None and (not self.contexts or not all(1 <= c <= 10_000_000 for c in self.contexts)):
             raise MinillmError(f"--contexts must be whole numbers of at least 1, got {self.contexts}")
         self.device = measure.pick(self.device)
-        if self.dtype != "auto":
-            self.dtype = dtype_name(self.dtype)
-        elif self.device == "cpu" and not has_bf16_instructions():
-            self.dtype = "float32"
-        else:
-            self.dtype = "bfloat16"
+        asked = self.dtype if self.dtype == "auto" else dtype_name(self.dtype)
+        self.dtype = dtype_name(pick_dtype(asked, "bfloat16", torch.device(self.device)))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,28 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="write the record there, as STEP-cpu.json or STEP-cuda.json")
 
 
-def command_line(args: argparse.Namespace) -> str:
-    """How to run this again: what was asked, without where it was written."""
-    parts = ["python3 -m minillm.bench", args.step]
-    for name in (
-        "model",
-        "device",
-        "dtype",
-        "peer",
-        "repeats",
-        "threads",
-        "seed",
-        "prompt",
-        "new",
-        "requests",
-        "contexts",
-    ):
-        value = getattr(args, name)
-        if value is not None and value != _DEFAULTS.get(name):
-            parts.append(f"--{name} {value}")
-    return " ".join(parts)
-
-
+# What a step may be asked, and what its record names in its command. None: not given, so `Options` decides.
+ASKED = (
+    "model", "device", "dtype", "peer", "repeats", "threads", "seed", "prompt", "new", "requests", "contexts",
+)  # fmt: skip
 # Options that only some steps have. The others would ignore them, so they refuse them.
 OWNERS = {
     "model": ("ladder", "single", "throughput"),
@@ -65,7 +47,14 @@ OWNERS = {
     "new": ("single", "throughput"),
     "requests": ("throughput",),
 }
-_DEFAULTS = {"device": "auto", "dtype": "auto", "seed": 0, "prompt": 128, "new": 64, "requests": 32}
+
+
+def command_line(step: str, given: Mapping[str, Any]) -> str:
+    """How to run this again: what was asked, without where it was written."""
+    from minillm.bench.common import Options
+
+    changed = [f"--{name} {given[name]}" for name in ASKED if name in given and given[name] != getattr(Options, name)]
+    return " ".join(["python3 -m minillm.bench", step, *changed])
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,24 +63,21 @@ def run(args: argparse.Namespace) -> int:
     from minillm.errors import MinillmError
     from minillm.roofline.record import save, verify
 
-    for name, steps in OWNERS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, _DEFAULTS.get(name))
-        elif args.step not in steps:
-            raise MinillmError(f"--{name} belongs to {' and '.join(steps)}; {args.step} would ignore it")
-    if args.step == "single" and args.new < 2:
+    given = {name: value for name in ASKED if (value := getattr(args, name)) is not None}
+    for name in given.keys() & OWNERS.keys():
+        if args.step not in OWNERS[name]:
+            raise MinillmError(f"--{name} belongs to {' and '.join(OWNERS[name])}; {args.step} would ignore it")
+    if args.step == "single" and given.get("new", Options.new) < 2:
         raise MinillmError("--new must be at least 2: the first token belongs to the prompt, the steps come after it")
     if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
         raise MinillmError(f"--out must be a folder, and {args.out} is a file")
-    try:
-        contexts = tuple(sorted({int(c) for c in args.contexts.split(",")})) if args.contexts else None
-    except ValueError:
-        raise MinillmError(f"--contexts must look like 128,512,1024, got {args.contexts!r}") from None
-    names = ("step", "model", "device", "dtype", "repeats", "threads", "seed", "peer", "prompt", "new", "requests")
-    options = Options(
-        **{name: getattr(args, name) for name in names}, contexts=contexts, cached_ceilings=args.cached_ceilings,
-        command=command_line(args),
-    )  # fmt: skip
+    command = command_line(args.step, given)
+    if "contexts" in given:
+        try:
+            given["contexts"] = tuple(sorted({int(c) for c in args.contexts.split(",")}))
+        except ValueError:
+            raise MinillmError(f"--contexts must look like 128,512,1024, got {args.contexts!r}") from None
+    options = Options(args.step, cached_ceilings=args.cached_ceilings, command=command, **given)
     step = _step(args.step)
     record = step.run(options)
     faults = verify(record)
@@ -119,7 +105,7 @@ def _step(name: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from minillm.errors import MinillmError
+    from minillm.cli import answer
 
     parser = argparse.ArgumentParser(
         prog="python3 -m minillm.bench",
@@ -128,11 +114,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the record as JSON instead of text")
-    try:
-        return run(parser.parse_args(argv))
-    except MinillmError as error:
-        print(f"minillm: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("minillm: interrupted", file=sys.stderr)
-        return 130
+    return answer(lambda: run(parser.parse_args(argv)))

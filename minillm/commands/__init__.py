@@ -56,11 +56,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     )
 
 
-def sampling_params(args: argparse.Namespace, **extra: Any) -> Any:
+def sampling_params(args: argparse.Namespace) -> Any:
     from minillm.request import SamplingParams
 
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-    return SamplingParams(**{name: getattr(args, name) for name in names}, **extra)
+    return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
 def load_llm(args: argparse.Namespace) -> Any:

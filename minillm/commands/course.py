@@ -10,7 +10,7 @@ from minillm.commands import command
 
 
 def add_parser(sub: Any) -> None:
-    from minillm.course.execute import add_arguments
+    from minillm.course import execute, exercises
 
     parser = command(
         sub,
@@ -21,7 +21,7 @@ def add_parser(sub: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     action = _action(actions, "run", "Execute lessons from a fresh kernel and save them.", "minillm course run 00")
-    add_arguments(action)
+    execute.add_arguments(action)
     action.set_defaults(act=run_lessons)
 
     action = _action(
@@ -30,9 +30,7 @@ def add_parser(sub: Any) -> None:
         "Write exercises/ from solutions/. Answers written into exercises/ are overwritten.",
         "minillm course exercises --check",
     )
-    action.add_argument("--solutions", default="solutions", help="where the answers are (default: %(default)s)")
-    action.add_argument("--exercises", default="exercises", help="where to write (default: %(default)s)")
-    action.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
+    exercises.add_arguments(action)
     action.set_defaults(act=write_exercises)
 
     action = _action(
@@ -73,11 +71,9 @@ def run_lessons(args: argparse.Namespace) -> int:
 
 
 def write_exercises(args: argparse.Namespace) -> int:
-    from pathlib import Path
+    from minillm.course.exercises import from_arguments, report
 
-    from minillm.course.exercises import generate, report
-
-    differ = generate(Path(args.solutions), Path(args.exercises), check=args.check)
+    differ = from_arguments(args)
     if args.json:
         print(json.dumps({"differ" if args.check else "written": differ}))
         return 1 if args.check and differ else 0

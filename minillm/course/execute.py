@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minillm.cli import answer
 from minillm.course import notebook as nbk
 from minillm.errors import MinillmError
 
@@ -219,11 +219,7 @@ def main(argv: list[str] | None = None) -> int:
     )  # fmt: skip
     add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        return failed(from_arguments(args, lambda text: print(text, flush=True)))
-    except MinillmError as error:
-        print(f"minillm: error: {error}", file=sys.stderr)
-        return 2
+    return answer(lambda: failed(from_arguments(args, lambda text: print(text, flush=True))))
 
 
 if __name__ == "__main__":

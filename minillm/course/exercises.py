@@ -17,9 +17,9 @@ import argparse
 import ast
 import json
 import re
-import sys
 from pathlib import Path
 
+from minillm.cli import answer
 from minillm.course import notebook as nbk
 from minillm.course.checks import load_lesson
 from minillm.errors import MinillmError
@@ -176,15 +176,20 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m minillm.course.exercises", description="Write exercises/ from solutions/.",
         epilog="example: python -m minillm.course.exercises --check",
     )  # fmt: skip
-    parser.add_argument("--solutions", default="solutions", help="where the answers are (default: solutions)")
-    parser.add_argument("--exercises", default="exercises", help="where to write (default: exercises)")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
+    add_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        return report(generate(Path(args.solutions), Path(args.exercises), check=args.check), check=args.check)
-    except MinillmError as error:
-        print(f"minillm: error: {error}", file=sys.stderr)
-        return 2
+    return answer(lambda: report(from_arguments(args), check=args.check))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `minillm course exercises` shares."""
+    parser.add_argument("--solutions", default="solutions", help="where the answers are (default: %(default)s)")
+    parser.add_argument("--exercises", default="exercises", help="where to write (default: %(default)s)")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a file differs")
+
+
+def from_arguments(args: argparse.Namespace) -> list[str]:
+    return generate(Path(args.solutions), Path(args.exercises), check=args.check)
 
 
 def report(differ: list[str], *, check: bool) -> int:

@@ -7,7 +7,7 @@ import socket
 import sys
 from pathlib import Path
 
-from minillm.cli import Parser
+from minillm.cli import Parser, answer
 from minillm.errors import MinillmError
 
 FIRST = "notebooks/00_roofline.ipynb"
@@ -66,16 +66,15 @@ def main() -> int:
     parser = Parser(prog="python -m minillm.course.lab", description=__doc__)
     parser.add_argument("--port", type=int, default=8888)
     args = parser.parse_args()
+    return answer(lambda: start(args.port))
+
+
+def start(wanted: int) -> int:
     if not (root() / FIRST).is_file():
-        print(f"minillm: error: {FIRST} is not in {root()}; run this from a clone of the repository", file=sys.stderr)
-        return 2
-    try:
-        port = free_port(args.port)
-    except MinillmError as error:
-        print(f"minillm: error: {error}", file=sys.stderr)
-        return 2
-    if port != args.port:
-        print(f"Port {args.port} is taken; using {port}.")
+        raise MinillmError(f"{FIRST} is not in {root()}; run this from a clone of the repository")
+    port = free_port(wanted)
+    if port != wanted:
+        print(f"Port {wanted} is taken; using {port}.")
     print(f"JupyterLab is starting on port {port}; its URL, with the token, follows. Ctrl-C stops it.", flush=True)
     command = jupyter_command(root(), port)
     return os.execv(command[0], command)  # does not return
