@@ -1,0 +1,189 @@
+"""Triton's private interfaces, all of them, in one place: run a kernel on the CPU, count its traffic, compile it.
+
+`triton.jit` decides when a kernel is defined whether it will be interpreted (TRITON_INTERPRET=1). A course needs both
+at once: run a kernel here without a GPU and, in the next cell, read what the compiler makes of it. `jit` below decides
+at launch, by where the tensors are. Tested on each supported Triton version. Lesson 04 shows what it hides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+from minillm.errors import MinillmError
+
+_ONE_AT_A_TIME = threading.RLock()  # the interpreter keeps its state in module globals
+
+
+class Kernel(JITFunction):
+    """A Triton function that is interpreted when its tensors are on the CPU, and compiled when they are on a GPU."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            if any(t.device.type != "cpu" for t in tensors):
+                return self.run(*args, grid=grid, warmup=False, **kwargs)
+            return interpret(self, grid, *args, **kwargs)
+
+        return launch
+
+
+def jit(fn: Callable[..., Any]) -> Kernel:
+    """`triton.jit`, except that `kernel[grid](...)` also runs on CPU tensors, in Triton's interpreter.
+
+    fp16, fp32 and integers only: the interpreter computes wrongly in bf16, without an error (seen on 3.6 to 3.9), so
+    CPU tensors of that dtype are refused.
+    """
+    return Kernel(fn)
+
+
+def interpret(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+    """Run a `jit` or `triton.jit` kernel in the interpreter, program by program. Helpers it calls may be either."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16:
+            raise MinillmError(
+                "bf16 tensors on the CPU: Triton's interpreter computes wrongly in bf16; use float16 or float32"
+            )
+    with _ONE_AT_A_TIME, _calls_are_interpreted():
+        _interpreted(_python(kernel)).run(*args, grid=grid, warmup=False, **kwargs)
+
+
+def _python(kernel: Any) -> Callable[..., Any]:
+    fn = getattr(kernel, "fn", kernel)
+    if not inspect.isfunction(fn):
+        raise MinillmError(f"expected a kernel made with @jit, got {kernel!r:.80}")
+    return fn
+
+
+@functools.cache
+def _interpreted(fn: Callable[..., Any]) -> Any:
+    return interpreter.InterpretedFunction(fn)
+
+
+@contextlib.contextmanager
+def _calls_are_interpreted() -> Iterator[None]:
+    """Let a kernel under interpretation call jitted functions: its own helpers, and `tl.sum`, `tl.cdiv` and the like.
+
+    The interpreter swaps out `triton.language` while a kernel runs. For a nested call it would swap again and not
+    swap back, and nothing would compile in this process any more; so everything is swapped here, once, and restored.
+    """
+    original = JITFunction.__call__
+    scope = interpreter._patch_lang(_sees_the_whole_language)
+    JITFunction.__call__ = lambda self, *args, **kwargs: _interpreted(self.fn).rewrite()(*args, **kwargs)
+    try:
+        yield
+    finally:
+        JITFunction.__call__ = original
+        scope.restore()
+
+
+tl, core = triton.language, triton.language.core
+
+
+def _sees_the_whole_language() -> None:
+    """The interpreter swaps the modules that it finds in a function's globals: here both."""
+
+
+def _mend_scalar_index() -> None:
+    """Triton 3.6 turns a scalar into an index with int(array of one element), which numpy 2.4 refuses."""
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7):
+    _mend_scalar_index()
+
+
+# Counting ---------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def watch_memory(loaded: Callable[[Any, Any, Any], None], stored: Callable[[Any, Any, Any], None]) -> Iterator[None]:
+    """Call `loaded(addresses, mask, itemsize)` and `stored(...)` at each load and store of interpreted kernels.
+
+    addresses and mask are numpy arrays of one shape: byte addresses (uint64) and which of them are touched.
+    Atomics and descriptor loads are not seen; the kernels here use neither.
+    """
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def bytes_of(pointers: Any) -> int:
+        return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+    def watched_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        loaded(ptrs.data, mask.data, bytes_of(ptrs))
+        return load(self, ptrs, mask, *rest)
+
+    def watched_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        stored(ptrs.data, mask.data, bytes_of(ptrs))
+        return store(self, ptrs, value, mask, *rest)
+
+    with _ONE_AT_A_TIME:
+        builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+        try:
+            yield
+        finally:
+            builder.create_masked_load, builder.create_masked_store = load, store
+
+
+# Ahead-of-time compilation -----------------------------------------------------------------------------
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+def compile_ahead(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    target: str,
+    *,
+    aligned: bool = True,
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> Any:
+    """Compile for a GPU that need not be there. Returns Triton's CompiledKernel; `.asm` holds every stage.
+
+    signature  type of each argument that is not a constant: "*fp16", "i32", "fp32" ...
+    constants  value of each `tl.constexpr` argument
+    aligned    promise that pointers, and integers named as strides or sizes, are divisible by 16, as launches on
+               ordinary tensors do. Without that promise the compiler cannot pipeline loads.
+    """
+    if isinstance(triton.language.sum, interpreter.InterpretedFunction):
+        raise MinillmError("TRITON_INTERPRET is set, so Triton cannot compile in this process; unset it")
+    if target not in TARGETS:
+        raise MinillmError(f"target {target!r} is not known; use one of {', '.join(TARGETS)}")
+    fn = _python(kernel)
+    names = list(inspect.signature(fn).parameters)
+    if missing := [n for n in names if n not in signature and n not in constants]:
+        raise MinillmError(f"{fn.__name__}: no type and no value for {', '.join(missing)}")
+    types = {n: "constexpr" if n in constants else signature[n] for n in names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if aligned and n in signature and (types[n].startswith("*") or types[n] in ("i32", "i64"))
+    }
+    source = ASTSource(
+        kernel if isinstance(kernel, JITFunction) else JITFunction(fn), types, constexprs=dict(constants), attrs=attrs
+    )
+    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps, "num_stages": num_stages})
