@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from minillm.errors import MinillmError
 
 _ONE_AT_A_TIME = threading.RLock()  # the interpreter keeps its state in module globals
+OPTIONS = {"enable_fp_fusion": True}  # a * b + c in one rounding; said, since the default changes after Triton 3.9
 
 
 class Kernel(JITFunction):
@@ -33,7 +35,7 @@ class Kernel(JITFunction):
         def launch(*args: Any, **kwargs: Any) -> Any:
             tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
             if any(t.device.type != "cpu" for t in tensors):
-                return self.run(*args, grid=grid, warmup=False, **kwargs)
+                return self.run(*args, grid=grid, warmup=False, **(OPTIONS | kwargs))
             return interpret(self, grid, *args, **kwargs)
 
         return launch
@@ -55,8 +57,12 @@ def interpret(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
             raise MinillmError(
                 "bf16 tensors on the CPU: Triton's interpreter computes wrongly in bf16; use float16 or float32"
             )
-    with _ONE_AT_A_TIME, _calls_are_interpreted():
-        _interpreted(_python(kernel)).run(*args, grid=grid, warmup=False, **kwargs)
+    fn = _python(kernel)
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        for around in _around_launches:
+            stack.enter_context(around(fn, args, kwargs))
+        stack.enter_context(_calls_are_interpreted())
+        _interpreted(fn).run(*args, grid=grid, warmup=False, **kwargs)
 
 
 def _python(kernel: Any) -> Callable[..., Any]:
@@ -106,6 +112,21 @@ def _mend_scalar_index() -> None:
     interpreter._patch_lang_tensor = patched
 
 
+def _mend_fp8() -> None:
+    """The interpreter rounds to fp8 e4m3 wrongly: 31.75 becomes 16, since a carry out of the mantissa is lost, and
+    values below 2^-6 are cut off. torch rounds to the nearest, as GPUs do; reading fp8 is right (seen on 3.6 to 3.9).
+    """
+    original = interpreter._convert_float
+
+    def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if target != core.float8e4nv or source not in (core.float16, core.float32):
+            return original(values, source, target, rounding)
+        return torch.from_numpy(values.astype(np.float32)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = converted
+
+
+_mend_fp8()
 if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7):
     _mend_scalar_index()
 
@@ -113,33 +134,65 @@ if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7):
 # Counting ---------------------------------------------------------------------------------------------
 
 
+_around_launches: list[Callable[..., Any]] = []
+
+
+@contextlib.contextmanager
+def watch_launches(around: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Enter `around(python function, args, kwargs)`, a context manager, around each interpreted launch."""
+    with _ONE_AT_A_TIME:
+        _around_launches.append(around)
+        try:
+            yield
+        finally:
+            _around_launches.remove(around)
+
+
+def program() -> tuple[int, ...]:
+    """The ids, along three axes, of the program that the interpreter is running. For watchers."""
+    return tuple(int(i) for i in interpreter.interpreter_builder.grid_idx)
+
+
 @contextlib.contextmanager
 def watch_memory(loaded: Callable[[Any, Any, Any], None], stored: Callable[[Any, Any, Any], None]) -> Iterator[None]:
-    """Call `loaded(addresses, mask, itemsize)` and `stored(...)` at each load and store of interpreted kernels.
+    """Call `loaded(addresses, mask, itemsize)` and `stored(...)` before each load and store of interpreted kernels.
 
-    addresses and mask are numpy arrays of one shape: byte addresses (uint64) and which of them are touched.
-    Atomics and descriptor loads are not seen; the kernels here use neither.
+    addresses and mask are numpy arrays of one shape: byte addresses (uint64) and which of them are touched. An atomic
+    is a load and a store. What raises keeps the access from happening.
     """
     builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
+    load, store, rmw, cas = (getattr(builder, name) for name in names)
 
     def bytes_of(pointers: Any) -> int:
         return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
-    def watched_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+    def watched_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         loaded(ptrs.data, mask.data, bytes_of(ptrs))
-        return load(self, ptrs, mask, *rest)
+        return load(self, ptrs, mask, *rest, **named)
 
-    def watched_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def watched_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         stored(ptrs.data, mask.data, bytes_of(ptrs))
-        return store(self, ptrs, value, mask, *rest)
+        return store(self, ptrs, value, mask, *rest, **named)
+
+    def watched_rmw(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        for seen in (loaded, stored):
+            seen(ptr.data, mask.data, bytes_of(ptr))
+        return rmw(self, op, ptr, value, mask, *rest)
+
+    def watched_cas(self: Any, ptr: Any, *rest: Any) -> Any:
+        for seen in (loaded, stored):
+            seen(ptr.data, np.ones_like(ptr.data, dtype=bool), bytes_of(ptr))
+        return cas(self, ptr, *rest)
 
     with _ONE_AT_A_TIME:
-        builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+        for name, watched in zip(names, (watched_load, watched_store, watched_rmw, watched_cas)):
+            setattr(builder, name, watched)
         try:
             yield
         finally:
-            builder.create_masked_load, builder.create_masked_store = load, store
+            for name, original in zip(names, (load, store, rmw, cas)):
+                setattr(builder, name, original)
 
 
 # Ahead-of-time compilation -----------------------------------------------------------------------------
@@ -186,4 +239,5 @@ def compile_ahead(
     source = ASTSource(
         kernel if isinstance(kernel, JITFunction) else JITFunction(fn), types, constexprs=dict(constants), attrs=attrs
     )
-    return triton.compile(source, target=TARGETS[target], options={"num_warps": num_warps, "num_stages": num_stages})
+    options = OPTIONS | {"num_warps": num_warps, "num_stages": num_stages}
+    return triton.compile(source, target=TARGETS[target], options=options)
