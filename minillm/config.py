@@ -17,6 +17,13 @@ from minillm.errors import MinillmError
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # far beyond any model: a larger number in a config is a mistake
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "kv_cache": ("contiguous", "paged", "none"),
+    "attention_backend": ("auto", "reference", "torch", "triton"),
+    "quantization": (None, "int8", "int4"),
+    "kv_cache_dtype": ("auto", "int8", "fp8"),
+}
 MAX_REAL = 1e30  # of constants that enter fp32 arithmetic
 MAX_THREADS = 1024  # torch dies in its thread pool on absurd numbers
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -248,7 +255,16 @@ class EngineConfig:
 
     dtype          "auto" (the checkpoint's, or fp32 on a CPU without bf16 instructions), or one of DTYPES
     device         "auto" (cuda if there is one, else cpu), "cpu", "cuda", "cuda:1" ...
-    kv_cache       "contiguous", or "none": recompute every token at every step (lesson 01)
+    kv_cache       "contiguous"; "paged": blocks of tokens, through a block table (lesson 06); or "none": recompute
+                   every token at every step (lesson 01)
+    attention_backend  of a paged cache: "reference" (plain torch, fp32 inside), "torch" (SDPA over gathered pages),
+                   "triton" (the kernels; interpreted, so slow, on a CPU); "auto" is triton on a GPU, else torch
+    block_size     tokens a block of a paged cache holds: 16 to 256, a power of two
+    num_kv_blocks  blocks of a paged cache; None takes what max_num_seqs longest sequences need, if half of the free
+                   memory holds that
+    quantization   of the weights (lesson 08): None, "int8" (a scale an output) or "int4" (a scale a group of inputs)
+    kv_cache_dtype  of a paged cache: "auto" (the model's dtype), "int8" or "fp8", with a scale a token and head
+    enforce_eager  never capture CUDA graphs (lesson 07)
     max_model_len  most tokens of prompt and output together; None takes the model's limit
     max_num_seqs   most sequences decoded together
     seed           seeds requests that bring none
@@ -258,6 +274,12 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     kv_cache: str = "contiguous"
+    attention_backend: str = "auto"
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    enforce_eager: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 32
     seed: int = 0
@@ -266,9 +288,23 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto":
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.kv_cache not in ("contiguous", "none"):
-            raise MinillmError(f"kv_cache {self.kv_cache!r} is not known; use 'contiguous' or 'none'")
-        for name, optional in (("max_model_len", True), ("max_num_seqs", False), ("threads", True)):
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(repr(c) for c in choices)
+                raise MinillmError(f"{name} {getattr(self, name)!r} is not known; use one of {known}")
+        if self.kv_cache != "paged":
+            for name in ("attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype", "enforce_eager"):
+                if getattr(self, name) != getattr(EngineConfig, name):
+                    raise MinillmError(
+                        f"{name} belongs to kv_cache='paged'; with {self.kv_cache!r} it would be ignored"
+                    )
+        if not isinstance(self.enforce_eager, bool):
+            raise MinillmError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
+        if self.block_size not in BLOCK_SIZES:
+            raise MinillmError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
+        for name, optional in (
+            ("max_model_len", True), ("max_num_seqs", False), ("threads", True), ("num_kv_blocks", True),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None or not optional:
                 _positive_whole(name, value)

@@ -17,19 +17,26 @@ from typing import Any
 
 import torch
 
+from minillm.attention.backends import make_attention, make_paged_cache
+from minillm.attention.triton import TritonAttention
+from minillm.cache.blocks import BlockAllocator
 from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
+from minillm.cache.paged import PagedCache
 from minillm.config import EngineConfig, ModelConfig
+from minillm.device import free_memory, pick_device, pick_dtype
 from minillm.errors import MinillmError, RequestError
+from minillm.graphs import DecodeGraphs
 from minillm.models.detokenizer import IncrementalDetokenizer
-from minillm.models.linear import has_bf16_instructions
 from minillm.models.tokenizer import Tokenizer
 from minillm.models.transformer import Transformer
 from minillm.output import OutputProcessor
 from minillm.request import MAX_SEED, Request, SamplingParams
-from minillm.runner import CachedRunner, NaiveRunner, Runner
+from minillm.runner import CachedRunner, NaiveRunner, PagedRunner, Runner
 from minillm.sampler import NO_TOKEN, Sampler, no_token_error, validate
 
-PARTS = ("sampler", "kv_cache", "detokenizer")
+PARTS = ("sampler", "kv_cache", "detokenizer", "allocator", "attention")
+# Parts that only one kind of KV cache calls. With another they would be accepted and ignored, so they are refused.
+PART_OF = {"kv_cache": "contiguous", "allocator": "paged", "attention": "paged"}
 
 
 class Engine:
@@ -38,7 +45,10 @@ class Engine:
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any] | None = None
     ):
-        """parts: a learner's own `sampler` (an object with `sample`), `kv_cache` or `detokenizer` (classes)."""
+        """parts: a learner's own `sampler` (an object with `sample`), or classes: `detokenizer`; `kv_cache` of a
+        contiguous cache; `allocator` (called with the number of blocks) and `attention` (called with the `KVPool`) of a
+        paged one.
+        """
         if not isinstance(parts or {}, Mapping):
             raise MinillmError(f"parts must be a dict of {', '.join(PARTS)}, got {parts!r:.80}")
         parts = {name: part for name, part in (parts or {}).items() if part is not None}
@@ -48,17 +58,30 @@ class Engine:
             raise MinillmError(
                 f"parts: the sampler needs a method sample(logits, requests), got {parts['sampler']!r:.80}"
             )
-        for name in ("kv_cache", "detokenizer"):
-            if name in parts and not callable(parts[name]):
+        for name in parts.keys() - {"sampler"}:
+            if not callable(parts[name]):
                 raise MinillmError(f"parts: {name} must be a class, got {parts[name]!r:.80}")
+            if PART_OF.get(name, config.kv_cache) != config.kv_cache:
+                raise MinillmError(
+                    f"parts: {name} belongs to kv_cache={PART_OF[name]!r}, and this engine has {config.kv_cache!r}, "
+                    "which would never call it"
+                )
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.sampler = parts["sampler"] if "sampler" in parts else Sampler()
         self.detokenizer = parts.get("detokenizer", IncrementalDetokenizer)
-        self.runner: Runner = (
-            NaiveRunner(model)
-            if config.kv_cache == "none"
-            else CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
-        )
+        self.cache: PagedCache | None = None
+        self.runner: Runner
+        if config.kv_cache == "none":
+            self.runner = NaiveRunner(model)
+        elif config.kv_cache == "contiguous":
+            self.runner = CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
+        else:
+            self.cache = make_paged_cache(model, config, parts.get("allocator", BlockAllocator))
+            attention = make_attention(config.attention_backend, model, self.cache.pool, parts.get("attention"))
+            graphs = None
+            if model.device.type == "cuda" and not config.enforce_eager and type(attention) is TritonAttention:
+                graphs = DecodeGraphs(model, attention, config.max_num_seqs)
+            self.runner = PagedRunner(model, self.cache, attention, graphs)
         self.max_model_len = model.max_len
         # A checkpoint may name an end token that its vocabulary does not have: it never comes.
         self.eos_token_ids = frozenset(t for t in tokenizer.eos_token_ids if 0 <= t < model.config.vocab_size)
@@ -90,8 +113,15 @@ class Engine:
             raise RequestError(
                 "min_tokens", f"{params.min_tokens} asked for, but the context leaves room for {max_tokens} tokens"
             )
+        if self.cache is not None and (blocks := self.cache.blocks_for(len(ids) + max_tokens - 1)) > (
+            total := self.cache.pool.num_blocks
+        ):
+            raise RequestError(
+                "max_tokens",
+                f"this request may need {blocks} blocks of KV cache, and there are {total}; ask for fewer tokens",
+            )
         need, have = self._kv_bytes(len(ids) + max_tokens), self._kv_budget()
-        if need > have:
+        if self.cache is None and need > have:
             raise RequestError(
                 "max_tokens",
                 f"this request may need {need / 1e9:.1f} GB of KV cache, but {have / 1e9:.1f} GB are free; "
@@ -130,18 +160,21 @@ class Engine:
         outputs = {id(r): OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer) for r in requests}
         for group in self._groups(requests):
             runner.start(group)
-            # Prompts one at a time: each is already enough work for the machine. Then everybody together.
-            logits = torch.cat([runner.forward([r]) for r in group])
-            running = group
-            while True:
-                yield self._sample(logits, running, outputs)
-                for r in running:
-                    if r.finished:
+            running = list(group)
+            try:
+                # Prompts one at a time: each is already enough work for the machine. Then everybody together.
+                logits = torch.cat([runner.forward([r]) for r in group])
+                while True:
+                    yield self._sample(logits, running, outputs)
+                    done, running = [r for r in running if r.finished], [r for r in running if not r.finished]
+                    for r in done:
                         runner.finish(r)
-                running = [r for r in running if not r.finished]
-                if not running:
-                    break
-                logits = runner.forward(running)
+                    if not running:
+                        break
+                    logits = runner.forward(running)
+            finally:  # a step that failed, or a caller that stopped listening: nothing stays held
+                for r in running:
+                    runner.finish(r)
 
     def _sample(
         self, logits: torch.Tensor, running: list[Request], outputs: Mapping[int, OutputProcessor]
@@ -164,9 +197,22 @@ class Engine:
         return step
 
     def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Cut the requests, in order, into groups whose reserved KV fits and that are not too many."""
-        budget = self._kv_budget()
+        """Cut the requests, in order, into groups whose KV fits and that are not too many.
+
+        A contiguous cache needs the longest row for everybody; a paged one the sum of what each may reach.
+        """
         group: list[Request] = []
+        if self.cache is not None:
+            for r in requests:
+                need = sum(self.cache.most_blocks(q) for q in (*group, r))
+                if group and (len(group) == self.config.max_num_seqs or need > self.cache.available):
+                    yield group
+                    group = []
+                group.append(r)
+            if group:
+                yield group
+            return
+        budget = self._kv_budget()
         for r in requests:
             longest = max(q.num_prompt_tokens + q.max_tokens for q in (*group, r))
             if group and (
@@ -215,41 +261,3 @@ def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapp
     weights = load_weights(folder, model_config, dtype, device)
     transformer = Transformer(model_config, weights, config.max_model_len, pack=device.type == "cpu")
     return Engine(transformer, Tokenizer(folder), config, parts)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise MinillmError(f"device {name!r} is not known; use 'auto', 'cpu' or 'cuda'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise MinillmError(f"device {name!r} is not supported; use 'auto', 'cpu' or 'cuda'")
-    if device.type == "cpu" and device.index:
-        raise MinillmError(f"device {str(name)!r} is not known: there is one 'cpu'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise MinillmError(
-            f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use 'cpu'"
-        )
-    return device
-
-
-def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """ "auto" is the checkpoint's dtype, except that a CPU without bf16 instructions computes in fp32."""
-    if asked != "auto":
-        return getattr(torch, asked)
-    if device.type == "cpu" and (checkpoint == "float16" or not has_bf16_instructions()):
-        return torch.float32
-    return getattr(torch, checkpoint)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):  # not Linux: judge by what is installed
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

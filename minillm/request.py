@@ -189,6 +189,7 @@ class Request:
     max_tokens: int = 16
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)  # its block table, in a paged cache
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)

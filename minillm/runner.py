@@ -1,7 +1,7 @@
-"""From requests to logits: the first two rungs of the ladder. Lessons 01 (naive) and 02 (KV cache) build them.
+"""From requests to logits: three rungs of the ladder. Lessons 01 (naive), 02 (KV cache) and 06 (paged) build them.
 
-Both do the same for the engine: given requests, compute what is missing and return the logits of each
-one's next token. They differ in one thing, whether `num_computed_tokens` is allowed to move.
+All do the same for the engine: given requests, compute what is missing and return the logits of each one's next token.
+They differ in whether `num_computed_tokens` is allowed to move, and in where keys and values are kept.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Protocol
 from torch import Tensor
 
 from minillm.attention.causal import NoCacheAttention
-from minillm.attention.protocol import Batch, Row
+from minillm.attention.protocol import AttentionBackend, Batch, Row
 from minillm.cache.contiguous import ContiguousKVCache
+from minillm.cache.paged import PagedCache
+from minillm.graphs import DecodeGraphs
 from minillm.models.transformer import Transformer
 from minillm.request import Request
 
@@ -93,3 +95,31 @@ class CachedRunner:
         if last is not request:
             self.cache.move(len(self.owners), hole, last.num_computed_tokens)
             self.owners[hole] = last
+
+
+class PagedRunner:
+    """Compute each token once and keep its keys and values in blocks, taken when a sequence reaches them."""
+
+    def __init__(
+        self, model: Transformer, cache: PagedCache, attention: AttentionBackend, graphs: DecodeGraphs | None = None
+    ):
+        self.model, self.cache, self.attention, self.graphs = model, cache, attention, graphs
+
+    def start(self, requests: Sequence[Request]) -> None:
+        self.cache.promise(requests)
+
+    def forward(self, requests: Sequence[Request]) -> Tensor:
+        for r in requests:
+            self.cache.grow(r)
+        rows = [Row(i, r.num_computed_tokens, r.num_new_tokens, r.block_ids) for i, r in enumerate(requests)]
+        batch = Batch.build(rows, [t for r in requests for t in r.new_tokens], self.model.device)
+        logits = self.graphs.run(batch) if self.graphs is not None else None
+        if logits is None:
+            hidden = self.model.forward(batch, self.attention)
+            logits = self.model.logits(hidden if len(hidden) == len(rows) else hidden[batch.last])
+        for r in requests:
+            r.num_computed_tokens = r.num_tokens
+        return logits
+
+    def finish(self, request: Request) -> None:
+        self.cache.release(request)

@@ -6,6 +6,7 @@ prompt is new and one that adds a single token differ only in `num_new`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -16,9 +17,10 @@ from torch import Tensor
 class Row(NamedTuple):
     """The part of one sequence that a step computes: `num_new` tokens after `start` that are already computed."""
 
-    slot: int  # where the sequence's KV lives (a row of a contiguous cache)
+    slot: int  # of a contiguous cache: the row where the sequence's KV lives
     start: int  # tokens whose KV exists
     num_new: int  # tokens to compute now
+    blocks: Sequence[int] = ()  # of a paged cache: the sequence's block table, enough for `context` tokens
 
     @property
     def context(self) -> int:
@@ -47,7 +49,12 @@ class Batch:
 
 
 class AttentionBackend(Protocol):
-    """Called by the transformer: `plan` once a step, then for each layer `write` and `forward`."""
+    """Called by the transformer: `plan` once a step, then for each layer `write` and `forward`.
+
+    A backend may fuse the rotation with the write. It then has a method `rope_write(layer, qkv, cos, sin, positions,
+    plan) -> q`, and `write` is not called: qkv [N, H + 2 K, d] not rotated, cos and sin the tables [positions, d],
+    positions [N]; q [N, H, d] rotated (lesson 04).
+    """
 
     def plan(self, batch: Batch) -> Any:
         """Whatever `write` and `forward` need that is the same for every layer."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from minillm.config import ModelConfig, dtype_name
-from minillm.engine import pick_dtype
+from minillm.device import pick_device, pick_dtype
 from minillm.errors import MinillmError
 from minillm.models import hub
 from minillm.models.presets import PRESETS
@@ -55,7 +55,7 @@ class Options:
                 raise MinillmError(f"--{name} must be a whole number from 1 to 1000000, got {value}")
         if self.contexts is not None and (not self.contexts or not all(1 <= c <= 10_000_000 for c in self.contexts)):
             raise MinillmError(f"--contexts must be whole numbers of at least 1, got {self.contexts}")
-        self.device = measure.pick(self.device)
+        self.device = str(pick_device(self.device))
         asked = self.dtype if self.dtype == "auto" else dtype_name(self.dtype)
         self.dtype = dtype_name(pick_dtype(asked, "bfloat16", torch.device(self.device)))
 

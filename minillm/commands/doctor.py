@@ -53,7 +53,7 @@ def examine(remeasure: bool = False, measure: bool = True) -> dict[str, Any]:
     """Everything that `doctor` says, as plain data."""
     import torch
 
-    from minillm.engine import free_memory, pick_dtype
+    from minillm.device import free_memory, pick_dtype
     from minillm.models import hub
     from minillm.roofline.device import cached_machine, this_machine
     from minillm.roofline.measure import cpu_model

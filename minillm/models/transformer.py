@@ -9,6 +9,7 @@ matrix products. How a token sees earlier ones is the attention backend's busine
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,33 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+class Ops(Protocol):
+    """The operators between two matrix products, which a kernel may fuse. `kernels/` has them in Triton (lesson 04)."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., D] -> [..., D]."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(norm of the sum, the sum), each [N, D]."""
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """[N, 2 I] -> [N, I]."""
+
+
+class TorchOps:
+    """Plain torch, one operator after the other."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        return swiglu(gate_up)
+
+
 class Layer:
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -102,6 +130,7 @@ class Transformer:
         self.lm_head = Linear(weights.lm_head)
         self.max_len = max_len or config.max_position_embeddings
         self.cos, self.sin = rope_table(config, self.max_len, self.dtype, self.device)
+        self.ops: Ops = TorchOps()
         if pack:
             for layer in self.layers:
                 for name in ("qkv", "o", "gate_up", "down"):
@@ -112,33 +141,48 @@ class Transformer:
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """Hidden states after the final norm. batch.token_ids and batch.positions [N] -> [N, D]."""
-        plan = attention.plan(batch)
-        x = F.embedding(batch.token_ids, self.embed)  # [N, D]
-        cos = self.cos[batch.positions].unsqueeze(1)  # [N, 1, d]
-        sin = self.sin[batch.positions].unsqueeze(1)
+        return self.compute(batch.token_ids, batch.positions, attention, attention.plan(batch))
+
+    @torch.inference_mode()
+    def compute(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, plan: object) -> Tensor:
+        """`forward` for a plan that is already made: device work only, so that a CUDA graph can hold it (lesson 07).
+
+        Each residual addition is done together with the norm behind it: one pass over memory where it is fused.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x = F.embedding(token_ids, self.embed)  # [N, D]
+        cos = sin = None
+        if not hasattr(attention, "rope_write"):  # a backend that fuses the rotation looks its angles up itself
+            cos = self.cos[positions].unsqueeze(1)  # [N, 1, d]
+            sin = self.sin[positions].unsqueeze(1)
+        h = ops.rms_norm(x, self.layers[0].w.input_norm, eps)
+        after = [layer.w.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for i, layer in enumerate(self.layers):
-            x = self._attend(i, layer, x, cos, sin, attention, plan)
-            h = rms_norm(x, layer.w.post_norm, self.config.rms_norm_eps)
-            x = x + layer.down(swiglu(layer.gate_up(h)))
-        return rms_norm(x, self.final_norm, self.config.rms_norm_eps)
+            a = self._attend(i, layer, h, positions, cos, sin, attention, plan)
+            h, x = ops.add_rms_norm(a, x, layer.w.post_norm, eps)
+            m = layer.down(ops.swiglu(layer.gate_up(h)))
+            h, x = ops.add_rms_norm(m, x, after[i], eps)
+        return h
 
     def _attend(
-        self, i: int, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend, plan: object
-    ) -> Tensor:
+        self, i: int, layer: Layer, h: Tensor, positions: Tensor, cos: Tensor | None, sin: Tensor | None,
+        attention: Any, plan: object,
+    ) -> Tensor:  # fmt: skip
         c = self.config
-        heads = layer.qkv(rms_norm(x, layer.w.input_norm, c.rms_norm_eps)).view(
-            len(x), -1, c.head_dim
-        )  # [N, H + 2 K, d]
+        heads = layer.qkv(h).view(len(h), -1, c.head_dim)  # [N, H + 2 K, d]
         qk, v = heads.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), dim=1)
         if layer.w.q_norm is not None and layer.w.k_norm is not None:
             q, k = qk.split((c.num_heads, c.num_kv_heads), dim=1)
-            qk = torch.cat(
-                (rms_norm(q, layer.w.q_norm, c.rms_norm_eps), rms_norm(k, layer.w.k_norm, c.rms_norm_eps)), dim=1
-            )
-        q, k = apply_rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
-        attention.write(i, k, v, plan)
+            norm = self.ops.rms_norm
+            qk = torch.cat((norm(q, layer.w.q_norm, c.rms_norm_eps), norm(k, layer.w.k_norm, c.rms_norm_eps)), dim=1)
+        if cos is None or sin is None:
+            fresh = heads if layer.w.q_norm is None else torch.cat((qk, v), dim=1)
+            q = attention.rope_write(i, fresh, self.cos, self.sin, positions, plan)
+        else:
+            q, k = apply_rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
+            attention.write(i, k, v, plan)
         out = attention.forward(i, q, plan)  # [N, H, d]
-        return x + layer.o(out.reshape(len(x), -1))
+        return layer.o(out.reshape(len(h), -1))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

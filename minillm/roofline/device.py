@@ -169,9 +169,10 @@ def _cache_file(identity: dict[str, Any]) -> Path:
 
 def cached_machine(where: str = "auto") -> Device | None:
     """The ceilings of this machine if they were measured before, else None. Measures nothing."""
+    from minillm.device import pick_device
     from minillm.roofline import measure
 
-    return _cached(measure.identity(measure.pick(where)))
+    return _cached(measure.identity(str(pick_device(where))))
 
 
 def _cached(identity: dict[str, Any]) -> Device | None:
@@ -190,9 +191,10 @@ def this_machine(where: str = "auto", *, remeasure: bool = False) -> Device:
     The cache is keyed by identity: processor or GPU, cores, threads in use, torch version, driver.
     Another one of these measures again, and so does `remeasure=True`.
     """
+    from minillm.device import pick_device
     from minillm.roofline import measure
 
-    kind = measure.pick(where)
+    kind = str(pick_device(where))
     identity = measure.identity(kind)
     if not remeasure and (known := _cached(identity)) is not None:
         return known

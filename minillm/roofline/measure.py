@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from minillm.errors import MinillmError
+from minillm.device import pick_device
 from minillm.models.linear import Linear, can_pack
 from minillm.roofline.device import Device
 from minillm.roofline.stats import summary
@@ -32,17 +32,6 @@ SHAPES = {
     "cuda": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
 }
 PAGE_BYTES = 4096  # one page of the gather: 16 tokens of 2 KV heads of 64 in bf16
-
-
-def pick(where: str) -> str:
-    """`auto`, `cpu`, `cuda`, `cuda:1` -> a torch device that exists here."""
-    if where == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if where.startswith("cuda") and not torch.cuda.is_available():
-        raise MinillmError("no CUDA device is visible to torch here; use cpu, or a datasheet name such as h200")
-    if where != "cpu" and not where.startswith("cuda"):
-        raise MinillmError(f"device {where!r} is not known; use cpu or cuda")
-    return where
 
 
 def identity(where: str) -> dict[str, Any]:
@@ -219,7 +208,7 @@ def call_overhead(where: str, calls: int = 300, repeats: int = 7) -> list[float]
 @torch.inference_mode()
 def measure(where: str) -> Device:
     """All ceilings: under 15 s on two cores. The caller's random state is left as it was."""
-    where = pick(where)
+    where = str(pick_device(where))
     cpu = where == "cpu"
     gemm: dict[str, dict[int, float]] = {}
     peaks: dict[str, float] = {}

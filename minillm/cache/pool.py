@@ -1,0 +1,71 @@
+"""The memory of a paged KV cache: blocks of tokens, reserved once. Lesson 06 builds it, lesson 08 quantises it.
+
+The memory of a token in a layer is one slot: `slot = block * block_size + offset`. Which blocks belong to a sequence,
+and in which order, stands in its block table.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.config import ModelConfig
+from minillm.errors import MinillmError
+
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+class KVPool:
+    """k and v [L, num_blocks + 1, block_size, K, d]; block 0 is never written and stays zero: padding reads it.
+
+    Quantised ("int8" or "fp8"), k_scale and v_scale [L, num_blocks + 1, block_size, K] fp32 hold a scale for each token
+    and head, value = stored * scale; otherwise they are None.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, kv_dtype: str = "auto",
+        device: str | torch.device = "cpu",
+    ):  # fmt: skip
+        if kv_dtype != "auto" and kv_dtype not in KV_DTYPES:
+            raise MinillmError(f"kv_cache_dtype {kv_dtype!r} is not known; use auto, {', '.join(KV_DTYPES)}")
+        self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
+        shape = (config.num_layers, num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        stored = KV_DTYPES.get(kv_dtype, dtype)
+        self.k, self.v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        if kv_dtype != "auto":
+            self.k_scale, self.v_scale = (torch.zeros(shape[:-1], dtype=torch.float32, device=device) for _ in range(2))
+
+    @property
+    def quantized(self) -> bool:
+        return self.k_scale is not None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None)
+
+
+def block_bytes(config: ModelConfig, block_size: int, itemsize: int, kv_dtype: str = "auto") -> int:
+    """Bytes of one block over all layers: 2 L block_size K (d b), or with scales 2 L block_size K (d + 4)."""
+    each = config.head_dim * itemsize if kv_dtype == "auto" else config.head_dim + 4
+    return 2 * config.num_layers * block_size * config.num_kv_heads * each
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(stored, scale) with x ~ stored * scale, a scale for each vector. x [..., d] -> [..., d] and [...] fp32.
+
+    The scale is the largest entry over the largest number of the dtype, so nothing clips; zeros have scale 0.
+    """
+    x = x.float()
+    top = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
+    scale = x.abs().amax(-1) / top
+    scaled = x * torch.where(scale > 0, 1 / scale, 0.0).unsqueeze(-1)
+    if dtype == torch.int8:
+        scaled = scaled.round()
+    return scaled.clamp(-top, top).to(dtype), scale
+
+
+def dequantize(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., d] and [...] -> [..., d] in `dtype`."""
+    return (stored.float() * scale.unsqueeze(-1)).to(dtype)
