@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import torch
 from minillm.kernels.traffic import Traffic, counted
@@ -38,6 +40,22 @@ class Guarded:
         around = self.buffer[~self.owned]
         kept = around.isnan() if math.isnan(self.sentinel) else around == self.sentinel
         assert bool(kept.all()), f"{int((~kept).sum())} elements outside the tensor were overwritten"
+
+
+@contextlib.contextmanager
+def guarded_outputs() -> Iterator[list[Guarded]]:
+    """Launchers that allocate with `torch.empty(shape, dtype=..., device=...)` get guarded memory, here to `check`.
+
+    A wrong kernel that writes past its output then writes into a guard, and not into this process's heap.
+    """
+    made: list[Guarded] = []
+
+    def empty(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: object = None) -> Tensor:
+        made.append(Guarded(*shape, dtype=dtype))
+        return made[-1].tensor
+
+    with mock.patch.object(torch, "empty", empty):
+        yield made
 
 
 def error(got: Tensor, oracle: Tensor) -> float:
