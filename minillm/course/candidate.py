@@ -27,7 +27,10 @@ class OverTimeError(CandidateError):
 
 
 class Transport(Protocol):
-    def request(self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+    def request(
+        self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any],
+        gaps: dict[str, int] | None = None,
+    ) -> Any:  # fmt: skip
         """Perform `Host.call` where the answer lives; `functions[i]` serves callback i."""
 
 
@@ -35,23 +38,34 @@ class LocalTransport:
     """Runs the answer in this process: the check cells of a notebook."""
 
     def __init__(self, function: Any):
-        self.host = Host(wire, self._callback)
+        self.host = Host(wire, self._callback, watch=_watch)
         self.functions: list[Any] = []
         self.root = self.host.keep(function)
 
     def _callback(self, number: int, args: list[Any]) -> Any:
         return self.functions[number](*args)
 
-    def request(self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+    def request(
+        self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any],
+        gaps: dict[str, int] | None = None,
+    ) -> Any:  # fmt: skip
         self.functions = functions
-        return self.host.call(target, attr, args, limit)
+        return self.host.call(target, attr, args, limit, gaps)
+
+
+def _watch() -> Any:
+    from minillm.course.kernel_watch import Watch  # Triton takes a second to import, and few lessons need it
+
+    return Watch()
 
 
 class Candidate:
     """Calls look like those of a plain function or class: `candidate(x)`, `candidate(4).allocate(2)`."""
 
-    def __init__(self, transport: Transport, root: Any, limit_s: float):
+    def __init__(self, transport: Transport, root: Any, limit_s: float, reference: bool = False):
         self._transport, self._root, self._limit = transport, root, limit_s
+        self.reference = reference  # this is the task's own reference or one of its mistakes, and not an answer
+        self.touched: dict[str, int] = {}  # what the kernels of the last `watched` call did: `Watch.record`
         self.changed: list[str] = []  # arguments that a call wrote into
         self.after: list[Any] = []  # the arguments of the last call as they were after it
         self._functions: list[Any] = []  # callbacks by number; an object may keep one and call it much later
@@ -59,7 +73,13 @@ class Candidate:
     def __call__(self, *args: Any) -> Any:
         return self._request(self._root, None, args)
 
-    def _request(self, target: int, attr: str | None, args: tuple[Any, ...] | None) -> Any:
+    def watched(self, *args: Any, gaps: dict[int, int] | None = None) -> Any:
+        """Call with guards around each tensor (and `gaps[i]` of them after each row of argument i); see `touched`."""
+        return self._request(self._root, None, args, {str(i): n for i, n in (gaps or {}).items()})
+
+    def _request(
+        self, target: int, attr: str | None, args: tuple[Any, ...] | None, gaps: dict[str, int] | None = None
+    ) -> Any:
         functions = self._functions
 
         def keep(value: Any) -> int:
@@ -69,7 +89,7 @@ class Candidate:
             return len(functions) - 1
 
         encoded = None if args is None else [self._argument(a, keep) for a in args]
-        reply = self._transport.request(target, attr, encoded, self._limit, functions)
+        reply = self._transport.request(target, attr, encoded, self._limit, functions, gaps)
         if "error" in reply:
             raise _error(reply, self._limit)
         try:
@@ -77,8 +97,10 @@ class Candidate:
                 written = {int(i): self._decode(value) for i, value in reply["changed"]}
                 self.changed += [f"argument {i + 1}" for i in written]
                 self.after = [written.get(i, a) for i, a in enumerate(args)]
+            if gaps is not None:
+                self.touched = {str(key): int(n) for key, n in reply["touched"].items()}
             return self._decode(reply["ok"])
-        except (wire.WireError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, wire.WireError, KeyError, TypeError, ValueError) as error:
             raise CandidateError(f"the result cannot be read: {error}") from None
 
     def _decode(self, data: Any) -> Any:
@@ -91,10 +113,10 @@ class Candidate:
         return _as_callback(data)
 
 
-def local(function: Any, limit_s: float = 60.0) -> Candidate:
+def local(function: Any, limit_s: float = 60.0, reference: bool = False) -> Candidate:
     """`function` as a candidate that runs in this process."""
     transport = LocalTransport(function)
-    return Candidate(transport, transport.root, limit_s)
+    return Candidate(transport, transport.root, limit_s, reference)
 
 
 def _as_callback(data: Any) -> Any:
@@ -154,6 +176,8 @@ def _error(reply: dict[str, Any], limit: float) -> CandidateError:
         return OverTimeError(f"it did not come back within {limit:g} s{at}; is there a loop that never ends?")
     if name == "Gone":
         return CandidateError(message)
+    if name == "OutOfBounds":
+        return CandidateError(f"out of bounds: {message} ({where})" if where else f"out of bounds: {message}")
     if name == "WireError":
         return CandidateError(f"the result cannot be read: {message}")
     if name in ("SystemExit", "KeyboardInterrupt"):

@@ -173,6 +173,15 @@ def load(name: str, path: str) -> Any:
     return module
 
 
+def watch_kernels(here: str, allow: list[str]) -> Any:
+    """For a lesson whose answers hold kernels: from now on no kernel touches what it was not given."""
+    if "minillm.kernels.triton_private" not in allow:
+        return None
+    watch = load("_kernel_watch", os.path.join(here, "kernel_watch.py")).Watch()
+    watch.__enter__()
+    return lambda: contextlib.nullcontext(watch)
+
+
 def main() -> None:
     sys.dont_write_bytecode = True
     pipe = Pipe()
@@ -192,12 +201,12 @@ def main() -> None:
             raise {"TypeError": TypeError, "ValueError": ValueError}.get(reply["error"], RuntimeError)(reply["message"])
         return wire.decode(reply["ok"], lambda i, _: host.objects[i])
 
-    host = host_module.Host(wire, callback, swallow=True)
+    host = host_module.Host(wire, callback, swallow=True, watch=watch_kernels(here, setup["allow"]))
     pipe.send(json.dumps({"guard": guard(setup, landlock, audit)}).encode())
     run_cells(setup, pipe, host, host_module)
     while True:
         request = pipe.receive()
-        reply = host.call(request["target"], request["attr"], request["args"], request["limit"])
+        reply = host.call(request["target"], request["attr"], request["args"], request["limit"], request["gaps"])
         try:
             raw = wire.dumps(reply)
         except Exception as error:

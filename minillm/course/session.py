@@ -139,7 +139,10 @@ class Session:
 
     # Calls
 
-    def request(self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any]) -> Any:
+    def request(
+        self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any],
+        gaps: dict[str, int] | None = None,
+    ) -> Any:  # fmt: skip
         """`Host.call` inside the sandbox; callbacks are served here. Never raises for what the submission does."""
         if time.monotonic() >= self._deadline:
             return _gone(f"the {self.limits.total_s:g} s for the whole notebook are over")
@@ -148,7 +151,7 @@ class Session:
         if self._process is None:
             return _gone("the notebook cannot be run any more; see the problems of the file")
         try:
-            self._send({"target": target, "attr": attr, "args": args, "limit": limit})
+            self._send({"target": target, "attr": attr, "args": args, "limit": limit, "gaps": gaps})
             end = time.monotonic() + limit + GRACE_S
             while "callback" in (reply := self._receive(end - time.monotonic())):
                 self._send(self._serve(reply, functions))
@@ -246,6 +249,8 @@ class Session:
         if code >= 0:
             return f"ended by itself (exit code {code})"
         name = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
+        if name in ("SIGSEGV", "SIGBUS"):
+            return f"died ({name}): a load or store went outside its memory"
         return f"was killed ({name}: a crash, or beyond its limits)"
 
     def _send(self, message: Any) -> None:

@@ -178,7 +178,7 @@ def evaluate(task: Task, candidate: Candidate) -> Result:
 
 def _run(task: Task, case: Case, candidate: Candidate) -> Outcome:
     run = case.run or (lambda function, *args: function(*args))
-    want = run(local(task.reference), *case.args())
+    want = run(local(task.reference, reference=True), *case.args())
     candidate.changed = []
     args = case.args()
     try:
@@ -213,7 +213,7 @@ def _diagnose(task: Task, case: Case, run: Any, got: Any, want: Any, rel: float,
                 return hint, case.slip_credit
     for mistake in task.mistakes:
         try:
-            wrong = run(local(mistake.wrong), *case.args())
+            wrong = run(local(mistake.wrong, reference=True), *case.args())
         except Exception:  # this wrong answer cannot even run on this case
             continue
         if difference(wrong, want, rel, abs_) is not None and difference(got, wrong, rel, abs_) is None:

@@ -1,0 +1,162 @@
+"""Answers that hold Triton kernels: scored in a notebook and in the sandbox alike, guarded, and not easily faked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minillm.course.candidate import Candidate, local
+from minillm.course.checks.triton_cases import KERNELS, kernel_case, traffic_case
+from minillm.course.session import Limits, Session, Source
+from minillm.course.tasks import Case, Lesson, Task, evaluate
+
+X = torch.arange(300.0).reshape(3, 100)
+
+
+def double(x):
+    return 2 * x
+
+
+def rows_bytes(x):
+    return x.numel() * x.element_size(), x.numel() * x.element_size()
+
+
+CASES = [
+    kernel_case("plain", lambda: (X.clone(),)),
+    kernel_case("with gaps", lambda: (X.clone(),), gaps={0: 3}),
+    traffic_case("bytes", lambda: (X.clone(),), rows_bytes, gaps={0: 3}, hints={(2, 1): "each element once"}),
+]
+LESSON = Lesson(
+    "04",
+    "test",
+    [
+        Task("04.1", "double", "", double, CASES, limit_s=3),
+        Task("04.2", "twice", "", double, [Case("plain", lambda: (X.clone(),))], limit_s=3),
+    ],
+    allow=KERNELS,
+)
+SETUP = "import torch, triton\nimport triton.language as tl\nfrom minillm.kernels import jit\n"
+GOOD = """
+@jit
+def _double(X, Y, stride, D, BLOCK: tl.constexpr):
+    row, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    mask = columns < D
+    x = tl.load(X + row * stride + columns, mask=mask)
+    tl.store(Y + row * D + columns, 2 * x, mask=mask)
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    y = torch.empty(x.shape)
+    _double[(len(x),)](x, y, x.stride(0), x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]))
+    return y
+"""
+PLAIN = "\ndef twice(x):\n    return 2 * x\n"
+
+
+def graded(*cells: str, limits: Limits = Limits(cell_s=5)):  # noqa: B008
+    sources = [Source(i, text) for i, text in enumerate(cells, 1)]
+    with Session(LESSON, sources, limits) as session:
+        for task in LESSON.tasks:
+            assert task.id in session.found, session.problems
+        return [evaluate(t, Candidate(session, t.id, t.limit_s)) for t in LESSON.tasks], session
+
+
+def here(source: str, tmp_path) -> Candidate:
+    """The answer of task 04.1 as a notebook's check cell runs it."""
+    path = tmp_path / "cell.py"  # Triton reads sources
+    path.write_text(SETUP + source)
+    space = {"__name__": "cell"}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    return local(space["double"])
+
+
+def notes(result) -> str:
+    return " | ".join(f"{o.problem} {o.hint}" for o in result.outcomes)
+
+
+def test_a_kernel_scores_in_the_sandbox_and_in_a_notebook(tmp_path):
+    results, session = graded(SETUP, GOOD, PLAIN)
+    assert [r.status for r in results] == ["full", "full"], [notes(r) for r in results]
+    assert session.problems == []
+    assert evaluate(LESSON.tasks[0], here(GOOD, tmp_path)).status == "full"
+
+
+WRONG = {  # edit of GOOD: (old, new, points, what is said)
+    "no mask on the load": ("columns, mask=mask)\n    tl.store", "columns)\n    tl.store", 0, "loads 28 of its 128"),
+    "no mask on the store": ("2 * x, mask=mask", "2 * x", 0, "stores 28 of its 128 elements outside every tensor"),
+    "a wild address": ("X + row * stride", "X + 10**12 + row * stride", 0, "outside every tensor"),
+    "stride forgotten": ("x.stride(0), x.shape[1],", "x.shape[1], x.shape[1],", 1, "out of bounds: program (1, 0, 0)"),
+    "torch instead": ("    return y", "    return 2 * x", 0, "stored by no kernel"),
+    "no kernel": ("    _double[", "    return 2 * x\n    _double[", 0, "no kernel ran"),
+    "a copy first": ("    y = ", "    x = x.clone()\n    y = ", 0, "bytes that torch prepared"),
+    "computed first": ("    y = ", "    x = 2 * x\n    y = ", 0, "bytes that torch prepared"),
+    "finished in torch": ("    return y", "    y[0, 0] += 1\n    return y", 0, "changed after the kernel"),
+    "a row left out": ("[(len(x),)]", "[(len(x) - 1,)]", 0, "100 elements of what it gives back were stored by no"),
+    "loads twice": ("    tl.store", "    x = tl.load(X + row * stride + columns, mask=mask)\n    tl.store", 2,
+                    "1,200 bytes should be loaded, the kernel's masks let through 2,400 each element once"),
+    "an error swallowed": (
+        "columns, mask=mask)\n    tl.store",
+        "columns, mask=mask)\n    tl.load(X - 1)\n    tl.store", 0, "outside every tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kernels_and_fakes(name, tmp_path):
+    old, new, points, words = WRONG[name]
+    assert GOOD.count(old) == 1
+    text = GOOD.replace(old, new)
+    if name == "an error swallowed":
+        text = text.replace("    _double[", "    try: _double[").replace(
+            "    return y", "    except Exception: y.copy_(2 * x)\n    return y"
+        )
+        words = "reached outside its tensors"
+    result = evaluate(LESSON.tasks[0], here(text, tmp_path))
+    assert result.points == points, notes(result)
+    assert words in notes(result)
+
+
+def test_an_endless_kernel_is_stopped_by_the_time_limit():
+    loop = GOOD.replace("    mask =", "    while True: pass\n    mask =")
+    results, _ = graded(SETUP, loop, PLAIN)
+    assert [r.points for r in results] == [0, 1]
+    assert "did not come back within 3 s" in notes(results[0])
+
+
+def test_memory_of_others_is_out_of_reach():
+    """A store through a neighbour's address is refused before it happens; other tasks keep their points."""
+    outside = "\nneighbour = torch.zeros(8)\n" + GOOD.replace(
+        "    y =", "    delta = (neighbour.data_ptr() - x.data_ptr()) // 4\n    y ="
+    ).replace("x, y, x.stride", "x, y, delta, x.stride").replace("(X, Y, stride", "(X, Y, delta, stride").replace(
+        "    mask =", "    tl.store(X + delta, 7.0)\n    mask ="
+    )  # fmt: skip
+    results, session = graded(SETUP, outside, "\ndef twice(x):\n    return 2 * x + neighbour[0]\n")
+    assert [r.points for r in results] == [0, 1]
+    assert "out of bounds: program (0, 0, 0) stores 1 of its 1 elements" in notes(results[0])
+    assert session._starts == 1  # the process lives
+
+
+def test_a_process_that_dies_costs_its_own_points_and_says_why():
+    crash = GOOD.replace("    y =", "    if x.stride(0) == 100: import ctypes; ctypes.string_at(8)\n    y =")
+    results, _ = graded(SETUP, crash, PLAIN)
+    assert [r.points for r in results] == [2, 1]
+    assert "the process died (SIGSEGV): a load or store went outside its memory" in notes(results[0])
+
+
+def test_a_cell_that_reaches_outside_is_named_and_the_rest_is_graded():
+    cell = "@jit\ndef _wild(X):\n    tl.store(X + 10**9, 1.0)\n\n_wild[(1,)](torch.zeros(4))\n"
+    results, session = graded(SETUP, cell, GOOD, PLAIN)
+    assert [r.status for r in results] == ["full", "full"]
+    assert len(session.problems) == 1
+    assert "OutOfBounds: program (0, 0, 0) stores 1 of its 1 elements outside" in session.problems[0]
+    assert "the first is X + 1000000000, and X is [4]" in session.problems[0]
+    assert "line 3: tl.store(X + 10**9, 1.0)" in session.problems[0]
+
+
+def test_kernels_of_the_engine_cannot_be_imported_or_read():
+    thefts = (
+        "from minillm.kernels import rms_norm",
+        "from minillm.kernels.rms_norm import rms_norm",
+        "import minillm.kernels as k; open(k.__path__[0] + '/rms_norm.py').read()",
+    )
+    _, session = graded(SETUP, GOOD, PLAIN, *thefts)
+    assert ["ImportError" in session.problems[0], "ImportError" in session.problems[1]] == [True, True]
+    assert "PermissionError" in session.problems[2]
