@@ -99,6 +99,7 @@ class DecodeGraphs:
         self.contexts = [n for n in (512, 2048, 8192, 32768, 131072) if n < model.max_len] + [model.max_len]
         self.graphs: dict[tuple[int, int], Graph | None] = {}
 
+    @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor | None:
         """Logits [B, V] of a step in which every sequence has one new token; None when no graph serves it."""
         if any(row.num_new != 1 for row in batch.rows) or len(batch.rows) > self.rows[-1]:

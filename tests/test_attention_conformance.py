@@ -1,0 +1,210 @@
+"""One suite for every attention backend: whatever the batch, it equals textbook attention over what was written.
+
+A learner's backend passes the same functions: see `conform`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.attention.causal import attend
+from minillm.attention.paged import PagedReference, PagedSDPA
+from minillm.attention.protocol import Batch, Row
+from minillm.attention.triton import TritonAttention
+from minillm.cache.contiguous import ContiguousKVCache
+from minillm.cache.pool import KVPool
+from minillm.config import ModelConfig
+from minillm.models.transformer import apply_rope, rope_table
+
+PAGED = {"reference": PagedReference, "torch": PagedSDPA, "triton": TritonAttention}
+BLOCK = 16
+TOLERANCE = {"auto": 2e-5, "int8": 2e-2, "fp8": 8e-2}  # of the largest entry; one scale a token and head
+
+
+def shape(heads: int = 3, kv_heads: int = 1, head_dim: int = 64) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, max_position_embeddings=512,
+    )  # fmt: skip
+
+
+class Sequences:
+    """What every sequence has been told so far, and the truth about it."""
+
+    def __init__(self, config: ModelConfig, count: int, blocks: int, seed: int):
+        self.config, self.generator = config, torch.Generator().manual_seed(seed)
+        self.k = [
+            [torch.empty(config.num_kv_heads, 0, config.head_dim) for _ in range(config.num_layers)]
+            for _ in range(count)
+        ]
+        self.v = [[x.clone() for x in layers] for layers in self.k]
+        self.cos, self.sin = rope_table(config, config.max_position_embeddings)
+        # Every sequence's blocks are scattered, and none are neighbours on purpose.
+        order = torch.randperm(count * blocks, generator=self.generator).add(1).tolist()
+        self.tables = [order[i::count] for i in range(count)]
+
+    def random(self, *size: int) -> torch.Tensor:
+        return torch.randn(size, generator=self.generator)
+
+    def step(self, backend, new: dict[int, int]) -> float:
+        """new: sequence -> tokens of this step. Returns the worst layer's error, relative to the largest entry."""
+        c = self.config
+        starts = {i: self.k[i][0].shape[1] for i in new}
+        used = {i: -(-(starts[i] + n) // BLOCK) for i, n in new.items()}
+        rows = [Row(i, starts[i], n, self.tables[i][: used[i]]) for i, n in new.items()]
+        batch = Batch.build(rows, [0] * sum(new.values()))
+        plan, worst = backend.plan(batch), 0.0
+        for layer in range(c.num_layers):
+            qkv = self.random(len(batch.token_ids), c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+            q, k, v = qkv.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+            cos, sin = self.cos[batch.positions].unsqueeze(1), self.sin[batch.positions].unsqueeze(1)
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+            if hasattr(backend, "rope_write"):
+                asked = backend.rope_write(layer, qkv, self.cos, self.sin, batch.positions, plan)
+                torch.testing.assert_close(asked, q, atol=1e-5, rtol=1e-5)
+            else:
+                asked = q
+                backend.write(layer, k, v, plan)
+            got = backend.forward(layer, asked, plan)
+            end = 0
+            for i, n in new.items():
+                mine = slice(end, end := end + n)
+                self.k[i][layer] = torch.cat((self.k[i][layer], k[mine].transpose(0, 1)), dim=1)
+                self.v[i][layer] = torch.cat((self.v[i][layer], v[mine].transpose(0, 1)), dim=1)
+                want = attend(q[mine].double(), self.k[i][layer].double(), self.v[i][layer].double())
+                worst = max(worst, error(got[mine], want))
+        return worst
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    difference = (got.double() - want.double()).abs().max().item()
+    return difference / want.double().abs().max().item() if math.isfinite(difference) else math.inf
+
+
+def poison(pool: KVPool) -> None:
+    """NaN in every slot but the padding block: reading what was never written shows."""
+    for x in (pool.k, pool.v, pool.k_scale, pool.v_scale):
+        if x is not None and x.dtype != torch.int8:
+            x[:, 1:].copy_(torch.full_like(x[:, 1:].float(), math.nan))
+
+
+def make(name: str, config: ModelConfig, sequences: int, blocks: int, kv_dtype: str = "auto"):
+    if name == "contiguous":
+        return ContiguousKVCache(config, sequences, blocks * BLOCK, torch.float32)
+    pool = KVPool(config, sequences * blocks, BLOCK, torch.float32, kv_dtype)
+    poison(pool)
+    return PAGED[name](pool)
+
+
+SCHEDULES = {
+    "prompts, then decode": [{0: 5}, {1: 17}, {2: 1}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}],
+    "the edge of a block": [{0: 15, 1: 16, 2: 17}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}],
+    "a prompt in chunks": [{0: 7}, {0: 9}, {0: 16}, {0: 3}, {0: 1}],
+    "chunks mixed with decode": [{0: 20}, {0: 1, 1: 12}, {1: 8, 0: 1, 2: 33}, {2: 1, 0: 1, 1: 1}],
+    "one stream": [{0: 30}, {0: 1}, {0: 1}, {0: 1}],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["contiguous", *PAGED])
+def test_any_schedule_equals_textbook_attention(name, schedule):
+    config = shape()
+    sequences, backend = Sequences(config, 3, 4, seed=1), make(name, config, 3, 4)
+    for new in SCHEDULES[schedule]:
+        assert sequences.step(backend, new) < TOLERANCE["auto"]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (8, 2, 64), (7, 1, 128), (8, 1, 64)])
+@pytest.mark.parametrize("name", ["contiguous", *PAGED])
+def test_any_grouping_of_heads(name, heads, kv_heads, head_dim):
+    config = shape(heads, kv_heads, head_dim)
+    sequences, backend = Sequences(config, 2, 2, seed=2), make(name, config, 2, 2)
+    for new in ({0: 6, 1: 17}, {0: 1, 1: 1}):
+        assert sequences.step(backend, new) < TOLERANCE["auto"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("name", PAGED)
+def test_a_quantised_cache_is_near_and_no_nearer_than_it_can_be(name, kv_dtype):
+    config = shape()
+    sequences, backend = Sequences(config, 2, 3, seed=3), make(name, config, 2, 3, kv_dtype)
+    errors = [sequences.step(backend, new) for new in ({0: 17, 1: 5}, {0: 1, 1: 1}, {1: 9, 0: 1})]
+    assert max(errors) < TOLERANCE[kv_dtype]
+    assert max(errors[1:]) > 10 * TOLERANCE["auto"], "this is too exact: the pool does not seem to be quantised"
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+@pytest.mark.parametrize("name", ["contiguous", "reference", "torch"])
+def test_any_drawn_schedule(name, data):
+    config = shape()
+    count, blocks = 3, 3
+    sequences, backend = (
+        Sequences(config, count, blocks, data.draw(st.integers(0, 9))),
+        make(name, config, count, blocks),
+    )
+    lengths = [0] * count
+    for _ in range(data.draw(st.integers(1, 5))):
+        new = {}
+        for i in data.draw(st.permutations(range(count))):
+            n = min(data.draw(st.sampled_from([0, 1, 1, 2, 15, 16, 17])), blocks * BLOCK - lengths[i])
+            if n:
+                new[i], lengths[i] = n, lengths[i] + n
+        if new:
+            assert sequences.step(backend, new) < TOLERANCE["auto"]
+
+
+class ReadsAStaleTail(PagedSDPA):
+    """The mask forgets that the last block is not full."""
+
+    def plan(self, batch):
+        plan = super().plan(batch)
+        if plan.mask is not None:
+            plan.mask = torch.zeros_like(plan.mask)
+        return plan
+
+
+class ForgetsTheTable(PagedReference):
+    """Blocks are taken to lie one after the other."""
+
+    def plan(self, batch):
+        rows = [row._replace(blocks=list(range(row.blocks[0], row.blocks[0] + len(row.blocks)))) for row in batch.rows]
+        plan = super().plan(Batch(rows, batch.token_ids, batch.positions, batch.last))
+        plan.new_slots = super().plan(batch).new_slots
+        return plan
+
+
+class ForgetsTheScale(PagedSDPA):
+    def read(self, layer, slots):
+        scales, self.pool.k_scale = self.pool.k_scale, torch.ones_like(self.pool.k_scale)
+        try:
+            return super().read(layer, slots)
+        finally:
+            self.pool.k_scale = scales
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kv_dtype"), [(ReadsAStaleTail, "auto"), (ForgetsTheTable, "auto"), (ForgetsTheScale, "int8")]
+)
+def test_a_wrong_backend_is_noticed(wrong, kv_dtype):
+    config = shape()
+    pool = KVPool(config, 8, BLOCK, torch.float32, kv_dtype)
+    sequences, errors = Sequences(config, 2, 4, seed=4), []
+    try:
+        for new in ({0: 20, 1: 37}, {0: 1, 1: 1}):
+            errors.append(sequences.step(wrong(pool), new))
+    except IndexError:
+        return
+    assert max(errors) > TOLERANCE[kv_dtype]
+
+
+@pytest.mark.parametrize("name", PAGED)
+def test_a_table_that_is_too_short_is_refused(name):
+    backend = make(name, shape(), 1, 2)
+    with pytest.raises(ValueError, match="needs 2 blocks of 16, its block table has 1"):
+        backend.plan(Batch.build([Row(0, 16, 1, (1,))], [0]))
