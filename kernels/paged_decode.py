@@ -156,7 +156,10 @@ def _paged_decode(
     q = tl.load(Q + b * stride_qb + head[:, None] * stride_qh + d[None, :], mask=row[:, None] < GROUP, other=0.0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, D], tl.float32)
+    WIDTH: tl.constexpr = D // 2 if SCALES else D  # V of single bytes arrives in pairs: see in_pairs
+    wide = tl.arange(0, WIDTH)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc_odd = acc
     for first in range(start, stop, BLOCK_N):
         token = first + tl.arange(0, BLOCK_N)
         inside = token < stop
@@ -175,16 +178,36 @@ def _paged_decode(
         if SCALES:
             p *= tl.load(VS + block * stride_vsb + slot * stride_vst + kv, mask=inside, other=0.0)[None, :]
         at = VP + kv * stride_vh + block * stride_vb + slot * stride_vt
-        v = tl.load(at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        v = tl.load(at[:, None] + wide[None, :], mask=inside[:, None], other=0)
+        p = p.to(q.dtype)
+        if SCALES:
+            even, odd = v.to(tl.int8), (v >> 8).to(tl.int8)
+            if KP.dtype.element_ty != tl.int8:
+                even, odd = even.to(KP.dtype.element_ty, bitcast=True), odd.to(KP.dtype.element_ty, bitcast=True)
+            acc_odd = tl.dot(p, odd.to(q.dtype), acc_odd * shrink[:, None], input_precision="ieee")
+            v = even
+        acc = tl.dot(p, v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         top = new_top
 
+    if SCALES:
+        acc = tl.join(acc, acc_odd).reshape(ROWS, D)
     safe = tl.where(weight > 0, weight, 1.0)  # nothing to see: output 0, lse -inf
     to = (b * kv_heads * GROUP + head) * splits + split
     mine = row < GROUP
     written = mine & ((start < stop) | (splits == 1))  # the merge does not read what an empty split left out
     tl.store(OUT + to[:, None] * D + d[None, :], (acc / safe[:, None]).to(OUT.dtype.element_ty), mask=written[:, None])
     tl.store(LSE + to, (top + tl.log2(safe)) * LN2, mask=mine)
+
+
+def in_pairs(name: str, pool: Tensor) -> Tensor:
+    """A pool of bytes, two a word: [..., d] int8 or fp8 -> [..., d / 2] int16.
+
+    A product with V needs its elements turned from rows of d to rows of tokens. Matrix-load instructions do that for
+    words of 16 bits; single bytes would be picked from shared memory one by one.
+    """
+    if any(s % 2 for s in (*pool.stride()[:-1], pool.storage_offset())):
+        raise MinillmError(f"{name} must have even strides, got {list(pool.stride())}; it is read two bytes at a time")
+    return pool.view(torch.int16)
 
 
 def paged_decode(
@@ -232,11 +255,12 @@ def paged_decode(
     out = torch.empty(B, H, num_splits, d, dtype=out_dtype, device=q.device)
     lse = torch.empty(B, H, num_splits, dtype=torch.float32, device=q.device)
     ks, vs = (k_scale, v_scale) if k_scale is not None and v_scale is not None else (lse, lse)  # not followed
+    values = in_pairs("v_pool", v_pool) if scaled else v_pool
     if B and H:
         _paged_decode[(B, K, num_splits)](
-            q, k_pool, v_pool, ks, vs, block_tables, context_lens, out, lse,
+            q, k_pool, values, ks, vs, block_tables, context_lens, out, lse,
             (d**-0.5 if softmax_scale is None else softmax_scale) * LOG2E,
-            *q.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3], *ks.stride()[:2], *vs.stride()[:2],
+            *q.stride()[:2], *k_pool.stride()[:3], *values.stride()[:3], *ks.stride()[:2], *vs.stride()[:2],
             block_tables.stride(0), GROUP=H // K, ROWS=max(16, triton.next_power_of_2(H // K)), D=d, PAGE=page,
             SCALES=scaled, **pick("paged_decode", q.device, D=d),
         )  # fmt: skip
@@ -251,7 +275,7 @@ AHEAD = [
     Ahead(
         f"paged_decode {dtype}{f' {kv} cache' if kv != dtype else ''} d={d} group={group} page={page} out={out}",
         _paged_decode, "decode",
-        {"Q": f"*{dtype}", "KP": f"*{_TYPES[kv]}", "VP": f"*{_TYPES[kv]}", "OUT": f"*{out}"}
+        {"Q": f"*{dtype}", "KP": f"*{_TYPES[kv]}", "VP": f"*{_TYPES[kv] if kv == dtype else 'i16'}", "OUT": f"*{out}"}
         | _POINTERS | dict.fromkeys(_STRIDES, "i32"),
         {"GROUP": group, "ROWS": 16, "D": d, "PAGE": page, "SCALES": kv != dtype, "BLOCK_N": 64},
         num_warps=4, num_stages=3, loops=True, wide=("stride_kb", "stride_vb"),

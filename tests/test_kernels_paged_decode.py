@@ -109,8 +109,11 @@ def test_every_page_size_around_its_edges(page):
 
 
 @settings(max_examples=25)
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=3), st.sampled_from([1, 3, 4, 7, 8]), st.integers(1, 2),
-       st.sampled_from([64, 128]), st.sampled_from([16, 32, 128]), st.integers(1, 6), st.sampled_from(DTYPES), st.integers(0, 999))  # fmt: skip
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=3), st.sampled_from([1, 3, 4, 7, 8]), st.integers(1, 2),
+    st.sampled_from([64, 128]), st.sampled_from([16, 32, 128]), st.integers(1, 6), st.sampled_from(DTYPES),
+    st.integers(0, 999),
+)  # fmt: skip
 def test_any_lengths_tables_and_splits(lens, group, K, d, page, splits, dtype, seed):
     case = Case(lens, group, K, d, page, dtype, seed=seed)
     assert case.right(case.kernel(splits))
@@ -305,6 +308,7 @@ def test_bad_input_is_refused_in_words():
     case = Case([5, 17], group=3, K=2)
     half = case.k_pool.half()
     int8 = Case([5, 17], group=3, K=2, kv=torch.int8)
+    odd = torch.zeros(*int8.v_pool.shape[:3], 65, dtype=torch.int8)[..., :64]
     for call, words in (
         (lambda: case.kernel(q=case.q[0]), "[sequences, heads, head_dim]"),
         (lambda: case.kernel(q=case.q[:, :5]), "multiple of KV heads"),
@@ -319,6 +323,7 @@ def test_bad_input_is_refused_in_words():
         (lambda: int8.kernel(k_scale=None, v_scale=None), "k_pool must be float32, got int8"),
         (lambda: int8.kernel(v_scale=None), "give both or neither"),
         (lambda: int8.kernel(k_scale=int8.k_scale[:1]), "k_scale must be"),
+        (lambda: int8.kernel(v_pool=odd), "v_pool must have even strides"),
     ):
         with pytest.raises(MinillmError) as caught:
             call()
