@@ -10,8 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
+import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -62,6 +66,7 @@ def interpret(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         for around in _around_launches:
             stack.enter_context(around(fn, args, kwargs))
         stack.enter_context(_calls_are_interpreted())
+        stack.enter_context(np.errstate(all="ignore"))  # a GPU computes inf and NaN without a word
         _interpreted(fn).run(*args, grid=grid, warmup=False, **kwargs)
 
 
@@ -241,3 +246,37 @@ def compile_ahead(
     )
     options = OPTIONS | {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=TARGETS[target], options=options)
+
+
+# What was compiled --------------------------------------------------------------------------------------
+
+
+def source_key(kernel: Any) -> str:
+    """Changes when the kernel's source changes, or that of a function it calls."""
+    return str((kernel if isinstance(kernel, JITFunction) else JITFunction(_python(kernel))).cache_key)
+
+
+def nvidia_tool(name: str) -> Callable[..., str] | None:
+    """`cuobjdump` or `nvdisasm` as Triton carries them: a function (binary, *options) -> text; None where missing."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not os.access(path, os.X_OK):
+        return None
+
+    def run(binary: bytes, *options: str) -> str:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            done = subprocess.run([str(path), *options, file.name], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise MinillmError(f"{name} cannot read what Triton compiled: {done.stderr.strip()[:200]}")
+        return done.stdout
+
+    return run
+
+
+@contextlib.contextmanager
+def compilations_in(folder: Path) -> Iterator[None]:
+    """Let Triton keep what it compiles in this folder meanwhile, not among what launches compiled."""
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder)
+        yield
