@@ -11,37 +11,20 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from minillm.kernels.triton_private import jit
-from torch import Tensor
 
+from minillm.cache.pool import LARGEST, SMALLEST_AMAX, dequantize_kv, quantize_kv
 from minillm.errors import MinillmError
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-FLOOR = tl.constexpr(1e-20)  # the least amax that is divided by: a head of zeros keeps a scale and stays zeros
+__all__ = ["FLOOR", "dequantize_kv", "expect_pool_dtype", "quantize_heads", "quantize_kv"]
 
-
-def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(stored, scale) of finite values x [..., d]: stored [..., d] in dtype (int8 or float8_e4m3fn), scale [...] fp32.
-
-    Raises MinillmError for another dtype.
-    """
-    largest = _largest(dtype)
-    x = x.float()
-    amax = x.abs().amax(-1).clamp_min(FLOOR.value)
-    stored = x * (largest / amax).unsqueeze(-1)
-    if dtype == torch.int8:
-        stored = torch.floor(stored + 0.5)
-    return stored.to(dtype), amax / largest
-
-
-def dequantize_kv(stored: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """stored [..., d] * scale [...], multiplied in fp32, in dtype (fp64 for an oracle)."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return (stored.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)
+FLOOR = tl.constexpr(SMALLEST_AMAX)  # a head of zeros keeps a scale and stays zeros
 
 
 def expect_pool_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raise MinillmError for a dtype that is no quantised one, or that this GPU cannot convert to."""
-    _largest(dtype)
+    if dtype not in LARGEST:
+        name = str(dtype).removeprefix("torch.")
+        raise MinillmError(f"a quantised pool must be int8 or float8_e4m3fn, got {name}")
     if dtype == torch.float8_e4m3fn and device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
         if capability < (8, 9):
@@ -49,13 +32,6 @@ def expect_pool_dtype(dtype: torch.dtype, device: torch.device) -> None:
                 f"fp8 pools need a GPU of compute capability 8.9 or newer, this one has {capability[0]}."
                 f"{capability[1]}; use int8"
             )
-
-
-def _largest(dtype: torch.dtype) -> float:
-    if dtype not in LARGEST:
-        name = str(dtype).removeprefix("torch.")
-        raise MinillmError(f"a quantised pool must be int8 or float8_e4m3fn, got {name}")
-    return LARGEST[dtype]
 
 
 @jit

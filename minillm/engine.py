@@ -248,6 +248,7 @@ def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapp
     """Find, read and place a model. Raises MinillmError when something about it is wrong."""
     from minillm.models.hub import resolve
     from minillm.models.weights import load_weights
+    from minillm.quant import quantize_model
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -259,5 +260,8 @@ def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapp
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
-    transformer = Transformer(model_config, weights, config.max_model_len, pack=device.type == "cpu")
+    pack = device.type == "cpu" and config.quantization is None  # quantised weights are packed on their own
+    transformer = Transformer(model_config, weights, config.max_model_len, pack=pack)
+    if config.quantization is not None:
+        quantize_model(transformer, config.quantization)
     return Engine(transformer, Tokenizer(folder), config, parts)

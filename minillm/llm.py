@@ -26,8 +26,9 @@ class LLM:
     """An engine and its tokenizer.
 
     model  "smollm2-135m" (embedded), a Hugging Face folder, or a hub name (Llama, Qwen2/2.5, Qwen3 dense families)
-    dtype, device, kv_cache, max_model_len, max_num_seqs, seed, threads  see `EngineConfig`
-    parts  your own pieces by name: {"sampler": MySampler(), "kv_cache": MyCache, "detokenizer": MyDetokenizer}
+    dtype, device, kv_cache, quantization, max_model_len and so on: see `EngineConfig`
+    parts  your own pieces by name: {"sampler": MySampler(), "detokenizer": MyDetokenizer}; of a contiguous cache
+           {"kv_cache": MyCache}; of a paged one {"allocator": MyAllocator, "attention": MyAttention}
     """
 
     def __init__(

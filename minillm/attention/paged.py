@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minillm.attention.causal import attend, attend_sdpa
 from minillm.attention.protocol import Batch, Row
-from minillm.cache.pool import KVPool, dequantize, quantize
+from minillm.cache.pool import KVPool, dequantize_kv, quantize_kv
 
 
 def block_table(rows: Sequence[Row], device: str | torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -35,7 +35,7 @@ def write_slots(pool: KVPool, layer: int, k: Tensor, v: Tensor, slots: Tensor) -
     """Put keys and values [N, K, d] into their slots [N], quantised where the pool is. All slots must be real ones."""
     for stored, scales, x in ((pool.k, pool.k_scale, k), (pool.v, pool.v_scale, v)):
         if scales is not None:
-            x, scale = quantize(x, stored.dtype)
+            x, scale = quantize_kv(x, stored.dtype)
             scales[layer].flatten(0, 1)[slots] = scale
             stored, x = stored.view(torch.uint8), x.view(torch.uint8)  # torch cannot index fp8
         stored[layer].flatten(0, 1)[slots] = x
@@ -101,7 +101,7 @@ class PagedAttention:
         x = x.index_select(0, slots.flatten())
         if scales is not None:
             scale = scales[layer].flatten(0, 1).index_select(0, slots.flatten())
-            x = dequantize(x.view(pool.dtype), scale, self.pool.dtype)
+            x = dequantize_kv(x.view(pool.dtype), scale, self.pool.dtype)
         return x.view(*slots.shape, *x.shape[1:]).transpose(-3, -2)
 
 

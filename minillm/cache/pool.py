@@ -13,6 +13,8 @@ from minillm.config import ModelConfig
 from minillm.errors import MinillmError
 
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+SMALLEST_AMAX = 1e-20  # the least that is divided by
 
 
 class KVPool:
@@ -52,20 +54,25 @@ def block_bytes(config: ModelConfig, block_size: int, itemsize: int, kv_dtype: s
     return 2 * config.num_layers * block_size * config.num_kv_heads * each
 
 
-def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(stored, scale) with x ~ stored * scale, a scale for each vector. x [..., d] -> [..., d] and [...] fp32.
+def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(stored, scale) of finite values, one scale a vector. x [..., d] -> [..., d] in dtype and [...] fp32.
 
-    The scale is the largest entry over the largest number of the dtype, so nothing clips; zeros have scale 0.
+    The scale is the largest entry over the largest number of the format, so nothing is cut off and nothing is
+    calibrated; a vector of zeros keeps a tiny scale and stays zeros. The kernels that write a pool store the same bits.
+    Raises MinillmError for another dtype.
     """
+    if dtype not in LARGEST:
+        name = str(dtype).removeprefix("torch.")
+        raise MinillmError(f"a quantised pool must be int8 or float8_e4m3fn, got {name}")
     x = x.float()
-    top = 127.0 if dtype == torch.int8 else float(torch.finfo(dtype).max)
-    scale = x.abs().amax(-1) / top
-    scaled = x * torch.where(scale > 0, 1 / scale, 0.0).unsqueeze(-1)
+    amax = x.abs().amax(-1).clamp_min(SMALLEST_AMAX)
+    stored = x * (LARGEST[dtype] / amax).unsqueeze(-1)
     if dtype == torch.int8:
-        scaled = scaled.round()
-    return scaled.clamp(-top, top).to(dtype), scale
+        stored = torch.floor(stored + 0.5)
+    return stored.to(dtype), amax / LARGEST[dtype]
 
 
-def dequantize(stored: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., d] and [...] -> [..., d] in `dtype`."""
-    return (stored.float() * scale.unsqueeze(-1)).to(dtype)
+def dequantize_kv(stored: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """stored [..., d] * scale [...], multiplied in fp32, in dtype (fp64 for an oracle)."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return (stored.to(wide) * scale.to(wide).unsqueeze(-1)).to(dtype)

@@ -27,8 +27,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument(
-        "--kv-cache", default="contiguous", help="contiguous, or none to recompute everything (default: %(default)s)"
+        "--kv-cache",
+        default="contiguous",
+        help="contiguous, paged, or none to recompute everything (default: %(default)s)",
     )
+    parser.add_argument(
+        "--attention-backend", default="auto", help="of a paged cache: auto, reference, torch or triton (default: auto)"
+    )
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a block of a paged cache (default: 16)")
+    parser.add_argument("--num-kv-blocks", type=int, default=None, help="blocks of a paged cache (default: by memory)")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="of a paged cache: auto, int8 or fp8 (default: %(default)s)"
+    )
+    parser.add_argument("--quantization", default=None, help="of the weights: int8 or int4 (default: none)")
+    parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument(
         "--max-model-len", type=int, default=None, help="most tokens of prompt and answer (default: the model's limit)"
     )
@@ -66,5 +78,8 @@ def sampling_params(args: argparse.Namespace) -> Any:
 def load_llm(args: argparse.Namespace) -> Any:
     from minillm.llm import LLM
 
-    names = ("dtype", "device", "kv_cache", "max_model_len", "threads")
+    names = (
+        "dtype", "device", "kv_cache", "attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype",
+        "quantization", "enforce_eager", "max_model_len", "threads",
+    )  # fmt: skip
     return LLM(args.model, **{name: getattr(args, name) for name in names})
