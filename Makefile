@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 export PATH := $(abspath $(BIN)):$(PATH)
 export JUPYTER_PLATFORM_DIRS := 1
 
-.PHONY: help setup lab test lint course exercises clean
+.PHONY: help setup lab test lint course exercises triton-matrix clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make lint              ruff and mypy"
 	@echo "make course            execute every lesson from a fresh kernel"
 	@echo "make exercises         generate exercises/ from solutions/"
+	@echo "make triton-matrix     the kernel tests on every supported Triton version (fetches each)"
 	@echo "make clean             remove .venv and build leftovers (the model in the user cache stays)"
 
 # The stamps are written only when a step has finished, so whatever was interrupted is done again.
@@ -54,6 +55,9 @@ course: setup
 
 exercises: setup
 	$(BIN)/python -m minillm.course.exercises
+
+triton-matrix: setup
+	$(BIN)/python tests/triton_matrix.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
