@@ -47,7 +47,7 @@ def test_exercise_holds_stubs_that_name_their_task(name):
 
 
 RUN = """
-import sys, io, contextlib
+import linecache, sys
 from minillm.course import notebook
 total = 0.0
 space = {"__name__": "__main__"}
@@ -57,7 +57,9 @@ for cell in notebook.code_cells(notebook.read(sys.argv[1])):
         points = eval(text, space)
         total += points
     else:
-        exec(text, space)
+        name = f"<{cell['id']}>"  # Triton reads a kernel's source, which a notebook's kernel keeps like this
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        exec(compile(text, name, "exec"), space)
 print("TOTAL", total)
 """
 

@@ -151,6 +151,13 @@ def test_a_cell_that_reaches_outside_is_named_and_the_rest_is_graded():
     assert "line 3: tl.store(X + 10**9, 1.0)" in session.problems[0]
 
 
+def test_an_answer_is_graded_with_the_kernel_it_had_at_its_check():
+    again = GOOD.replace("2 * x", "3 * x").replace("def double", "def triple")  # the same kernel's name
+    sources = [Source(1, SETUP), Source(2, GOOD), Source(2, "", "04.1"), Source(3, again), Source(4, PLAIN)]
+    with Session(LESSON, sources) as session:
+        assert evaluate(LESSON.tasks[0], Candidate(session, "04.1", 3)).status == "full"
+
+
 def test_kernels_of_the_engine_cannot_be_imported_or_read():
     thefts = (
         "from minillm.kernels import rms_norm",

@@ -5,6 +5,7 @@
     compare.py     how a result differs, in words      mutants/       lesson_NN/: wrong answers, each tested
     candidate.py   an answer as something to call; host.py runs it; wire.py carries values as JSON
     session.py     the sandboxed process of `minillm grade`; sandbox.py is what runs inside it
+    kernel_watch.py   what a kernel of an answer touches, judged before it happens
     grade.py       one notebook, a folder, a class     execute.py, guard.py   the lesson notebooks
 
 How to add an exercise (lesson NN; lesson_00.py and lesson_01.py are the patterns)
@@ -14,7 +15,8 @@ How to add an exercise (lesson NN; lesson_00.py and lesson_01.py are the pattern
    `LESSON = Lesson("NN", "topic", [...])`. For an answer that is a class, or a task that needs several calls, give the
    case a scenario, `run=lambda answer, *args: ...`, that returns plain data or tensors. For an answer that writes into
    its arguments, say `writes=True` and read `answer.after` in the scenario. A constant must not earn points: put
-   several inputs into one case where the results are few.
+   several inputs into one case where the results are few. Where answers hold Triton kernels: `allow=KERNELS` and
+   the cases of `checks/triton_cases.py`, which put guards around tensors and count bytes (lesson_04.py is the pattern).
 2. A scratch script with the builders of `notebook.py` (`md`, `code`, `task`, `check_cell`, `write`) makes
    `solutions/NN_topic.ipynb`; throw the script away. Cells: a setup cell with `from minillm.course import check`;
    for each task a Markdown cell, a `task` cell (typed signature, docstring with shapes, units, approach, hint; 3 to 30

@@ -130,6 +130,16 @@ def plain(text: str) -> str:
         return text
 
 
+def as_it_stands(answer: Any) -> Any:
+    """The function with the names it sees now: a later cell may give a helper's name, such as a kernel's, away."""
+    if not isinstance(answer, types.FunctionType):
+        return answer
+    names = (dict(answer.__globals__), answer.__name__, answer.__defaults__, answer.__closure__)
+    copy = types.FunctionType(answer.__code__, *names)
+    copy.__kwdefaults__ = answer.__kwdefaults__
+    return copy
+
+
 def run_cells(setup: dict[str, Any], pipe: Pipe, host: Any, host_module: Any) -> None:
     """Execute the cells in order; at a check cell keep what the task's name stands for at that point."""
     main = types.ModuleType("__main__")
@@ -139,7 +149,7 @@ def run_cells(setup: dict[str, Any], pipe: Pipe, host: Any, host_module: Any) ->
 
     def keep(task_id: str, name: str) -> None:
         if callable(space.get(name)):
-            host.objects[task_id] = space[name]
+            host.objects[task_id] = as_it_stands(space[name])
 
     for item in setup["cells"]:
         if "keep" in item:
