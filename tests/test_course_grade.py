@@ -198,7 +198,7 @@ BAD_CELLS = {
     "sleep": ("import time\ntime.sleep(100)", "did not end in time"),
     "sys.exit": ("import sys\nsys.exit(0)", "ended the program with SystemExit"),
     "os._exit": ("import os\nos._exit(7)", "ended by itself (exit code 7)"),
-    "crash": ("import faulthandler\nfaulthandler._sigsegv()", "was killed (SIGSEGV"),
+    "crash": ("import faulthandler\nfaulthandler._sigsegv()", "died (SIGSEGV"),
     "memory hog": ("x = bytearray(8 << 30)", "raised MemoryError"),
     "slow memory hog": ("x = []\nwhile True:\n    x.append(bytearray(1 << 24))", "raised MemoryError"),
     "fork bomb": ("import os\nwhile True:\n    os.fork()", "cannot start or signal processes"),
