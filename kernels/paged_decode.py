@@ -193,10 +193,9 @@ def _paged_decode(
         acc = tl.join(acc, acc_odd).reshape(ROWS, D)
     safe = tl.where(weight > 0, weight, 1.0)  # nothing to see: output 0, lse -inf
     to = (b * kv_heads * GROUP + head) * splits + split
-    mine = row < GROUP
-    written = mine & ((start < stop) | (splits == 1))  # the merge does not read what an empty split left out
+    written = row < tl.where((start < stop) | (splits == 1), GROUP, 0)  # a merge does not read what is left out here
     tl.store(OUT + to[:, None] * D + d[None, :], (acc / safe[:, None]).to(OUT.dtype.element_ty), mask=written[:, None])
-    tl.store(LSE + to, (top + tl.log2(safe)) * LN2, mask=mine)
+    tl.store(LSE + to, (top + tl.log2(safe)) * LN2, mask=row < GROUP)
 
 
 def in_pairs(name: str, pool: Tensor) -> Tensor:
@@ -262,7 +261,7 @@ def paged_decode(
             (d**-0.5 if softmax_scale is None else softmax_scale) * LOG2E,
             *q.stride()[:2], *k_pool.stride()[:3], *values.stride()[:3], *ks.stride()[:2], *vs.stride()[:2],
             block_tables.stride(0), GROUP=H // K, ROWS=max(16, triton.next_power_of_2(H // K)), D=d, PAGE=page,
-            SCALES=scaled, **pick("paged_decode", q.device, D=d),
+            SCALES=scaled, **pick("paged_decode", q.device, D=d, BYTES=k_pool.element_size()),
         )  # fmt: skip
     return (out[:, :, 0], lse[:, :, 0]) if direct else merge_splits(out, lse, q.dtype)
 
@@ -273,13 +272,14 @@ _TYPES = {"bf16": "bf16", "fp16": "fp16", "int8": "i8", "fp8": "fp8e4nv"}
 
 AHEAD = [
     Ahead(
-        f"paged_decode {dtype}{f' {kv} cache' if kv != dtype else ''} d={d} group={group} page={page} out={out}",
+        f"paged_decode {dtype}{f' {kv} cache' if kv != dtype else ''} d={d} group={group} page={page} out={out}"
+        f" tile={tile} warps={warps} stages={stages}",
         _paged_decode, "decode",
         {"Q": f"*{dtype}", "KP": f"*{_TYPES[kv]}", "VP": f"*{_TYPES[kv] if kv == dtype else 'i16'}", "OUT": f"*{out}"}
         | _POINTERS | dict.fromkeys(_STRIDES, "i32"),
-        {"GROUP": group, "ROWS": 16, "D": d, "PAGE": page, "SCALES": kv != dtype, "BLOCK_N": 64},
-        num_warps=4, num_stages=3, loops=True, wide=("stride_kb", "stride_vb"),
-        targets=("sm_80", "sm_90", "sm_100", "gfx942") if kv != "fp8" else ("sm_90", "sm_100", "gfx942"),
+        {"GROUP": group, "ROWS": 16, "D": d, "PAGE": page, "SCALES": kv != dtype, "BLOCK_N": tile},
+        num_warps=warps, num_stages=stages, loops=True, wide=("stride_kb", "stride_vb"),
+        targets=tuple(t for t in targets if (kv, t) != ("fp8", "sm_80")),  # fp8 begins after sm_80
     )
     for dtype, kv, d, group, page, out in (
         ("bf16", "bf16", 128, 4, 16, "bf16"),
@@ -288,5 +288,8 @@ AHEAD = [
         ("fp16", "fp16", 128, 1, 256, "fp16"),
         ("bf16", "int8", 128, 4, 16, "bf16"),
         ("bf16", "fp8", 128, 4, 16, "bf16"),
+    )
+    for targets, (tile, warps, stages) in (  # as configs.json has them
+        (("sm_80", "sm_100", "gfx942"), (64, 4, 3)), (("sm_90",), (64, 2, 5) if kv == dtype else (128, 4, 5)),
     )
 ]  # fmt: skip

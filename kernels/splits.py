@@ -11,7 +11,9 @@ import functools
 
 import torch
 
-WAVES = 2  # programs for each multiprocessor: while one waits for memory or has ended, the other reads
+LEAST = 1.5  # programs for each multiprocessor: one alone has too few reads under way to fill the memory bus
+RESIDENT = 3  # programs that a multiprocessor holds at once: the shared memory of the tiles in configs.json
+WAVES = 4  # rounds of resident programs; more parts would only add to the merge
 SHORTEST = 256  # tokens; a shorter part costs more to start and to merge than it saves
 MOST = 128  # parts; one program merges them all
 
@@ -19,10 +21,27 @@ MOST = 128  # parts; one program merges them all
 def split_count(programs: int, max_context: int, multiprocessors: int) -> int:
     """Parts for each of `programs` (sequences times KV heads) of at most max_context tokens: 1 to MOST.
 
-    Enough to give every multiprocessor WAVES programs, but none shorter than SHORTEST tokens.
+    Enough to give every multiprocessor LEAST programs, but none shorter than SHORTEST tokens. Among those, the
+    smallest count that `evenness` hardly improves on: at 512 programs over 396 places a second round runs almost empty.
     """
-    wanted = -(-WAVES * multiprocessors // max(1, programs))
-    return max(1, min(wanted, max_context // SHORTEST, MOST))
+    longest = max(1, min(max_context // SHORTEST, MOST))
+    if multiprocessors == 1 or programs < 1:
+        return 1
+    enough = [s for s in range(1, longest + 1) if programs * s >= LEAST * multiprocessors]
+    if not enough:
+        return longest
+    few = [s for s in enough if programs * s <= WAVES * RESIDENT * multiprocessors] or enough[:1]
+    even = [evenness(programs * s, multiprocessors) for s in few]
+    return next(s for s, e in zip(few, even) if e >= 0.95 * max(even))
+
+
+def evenness(programs: int, multiprocessors: int) -> float:
+    """Mean over largest number of programs that a multiprocessor gets: 1 if all end together, all programs alike.
+
+    Programs that are resident together are dealt one multiprocessor at a time; more come in full rounds.
+    """
+    at_once = multiprocessors if programs <= RESIDENT * multiprocessors else RESIDENT * multiprocessors
+    return programs / (at_once * -(-programs // at_once))
 
 
 def split_range(context: int, split: int, splits: int, tile: int) -> tuple[int, int]:

@@ -223,7 +223,8 @@ def test_the_launcher_splits_by_shapes_alone(monkeypatch):
     tables = torch.zeros(2, 64, dtype=torch.int32)
     tables[:, : case.tables.shape[1]] = case.tables
     case.kernel(None, block_tables=tables, max_context=1024)
-    assert used == [split_count(2, 1024, 10)] == [4]
+    assert used == [split_count(2, 1024, 10)]
+    assert used[0] > 1
 
 
 # Wrong on purpose -------------------------------------------------------------------------------------
@@ -270,23 +271,25 @@ def test_one_token_too_few_exceeds_the_tolerance_by_itself():
             assert TOLERANCE[dtype] < case.error(case.kernel()) < math.inf
 
 
-def compiled(dtype="fp32"):
-    case = next(a for a in module.AHEAD if a.signature["OUT"] == "*bf16" and not a.constants["SCALES"])
+def compiled(dtype="bf16", target="sm_90"):
+    """The first variant that an engine launches there, or the same in fp32."""
+    case = next(a for a in module.AHEAD if target in a.targets)
     types = dict(case.signature) | dict.fromkeys(("Q", "KP", "VP", "OUT"), f"*{dtype}")
-    return compile_ahead(module._paged_decode, types, case.constants, "sm_90", num_stages=case.num_stages)
+    warps, stages = (case.num_warps, case.num_stages) if dtype == "bf16" else (4, 3)
+    return compile_ahead(module._paged_decode, types, case.constants, target, num_warps=warps, num_stages=stages).asm
 
 
 def test_fp32_is_not_multiplied_as_tf32():
-    assert ".tf32" not in compiled().asm["ptx"]
+    assert ".tf32" not in compiled("fp32")["ptx"]
     with broken("paged_decode/tf32"):
-        assert ".tf32" in compiled().asm["ptx"]
+        assert ".tf32" in compiled("fp32")["ptx"]
 
 
 def test_page_offsets_have_64_bits_in_the_compiled_code():
     """The block ids that a tile gathers are widened before they are multiplied by a stride."""
 
     def widened() -> bool:
-        ir = compiled("bf16").asm["ttir"]
+        ir = compiled()["ttir"]
         return any("arith.extsi %block" in line and "tensor<64xi64>" in line for line in ir.splitlines())
 
     assert widened()
@@ -296,8 +299,7 @@ def test_page_offsets_have_64_bits_in_the_compiled_code():
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_loads_are_asynchronous_and_products_are_matrix_instructions(target):
-    case = module.AHEAD[0]
-    ptx = compile_ahead(case.kernel, case.signature, case.constants, target, num_stages=case.num_stages).asm["ptx"]
+    ptx = compiled(target=target)["ptx"]
     assert "mma.sync" in ptx
     assert "cp.async.cg.shared.global" in ptx  # 16 bytes at a time; a page id is 4 bytes and goes by cp.async.ca
     assert "ld.local" not in ptx

@@ -48,8 +48,8 @@ MUTANTS = [
         "right in small pools; past 2^31 elements the page's offset wraps and other memory is read",
     ),
     KernelMutant(
-        "empty_split_counted", "_paged_decode", "tl.store(LSE + to, (top + tl.log2(safe)) * LN2, mask=mine)",
-        "tl.store(LSE + to, tl.where(start < stop, (top + tl.log2(safe)) * LN2, 0.0), mask=mine)",
+        "empty_split_counted", "_paged_decode", "tl.store(LSE + to, (top + tl.log2(safe)) * LN2, mask=row < GROUP)",
+        "tl.store(LSE + to, tl.where(start < stop, (top + tl.log2(safe)) * LN2, 0.0), mask=row < GROUP)",
         "a split without tokens hands over lse 0, a weight of 1, for an output that it never wrote",
     ),
     KernelMutant(
