@@ -108,7 +108,8 @@ AHEAD = [
         dict.fromkeys(("X", "R", "W", "OUT", "SUM"), f"*{dtype}")
         | {"stride_x": "i32", "stride_r": "i32", "D": "i32", "eps": "fp32"},
         {"HAS_RESIDUAL": residual, "BLOCK": triton.next_power_of_2(width)},
-        num_warps=4 if width <= 2048 else 8, num_stages=1,
+        num_warps=4 if width <= 2048 else 8, num_stages=1, wide=("stride_x", "stride_r", "D"),
+        by_target={"gfx942": {"num_warps": 2}} if width <= 1024 else {},  # its warps have 64 lanes: 8 elements each
     )
     for residual in (False, True)
     for dtype, width in (("bf16", 576), ("bf16", 4096), ("fp16", 1024))

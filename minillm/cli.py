@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-COMMANDS = ("doctor", "fetch", "generate", "chat", "roofline", "bench", "evidence", "grade", "course")
+COMMANDS = ("doctor", "fetch", "generate", "chat", "roofline", "bench", "evidence", "kernels", "grade", "course")
 
 
 class Parser(argparse.ArgumentParser):
