@@ -48,6 +48,10 @@ def _pick(kernel: str, arch_name: str, sizes: tuple[tuple[str, int], ...]) -> di
     raise MinillmError(f"kernel {kernel!r}: no configuration for {given} on {arch_name} in {TABLE.name}")
 
 
-def pick(kernel: str, device: torch.device, **sizes: int) -> dict[str, int]:
-    """The first entry of the kernel that fits architecture and sizes: tile sizes, num_warps, num_stages."""
-    return dict(_pick(kernel, arch(device), tuple(sorted(sizes.items()))))
+def pick(kernel: str, device: torch.device | str, **sizes: int) -> dict[str, int]:
+    """The first entry of the kernel that fits architecture and sizes: tile sizes, num_warps, num_stages.
+
+    device: where the launch is, or an architecture's name ("sm_90"), to compile for one that is not here.
+    """
+    name = device if isinstance(device, str) else arch(device)
+    return dict(_pick(kernel, name, tuple(sorted(sizes.items()))))

@@ -53,8 +53,8 @@ def naive_attention_bytes(
         product    reads the matrix and v   writes out
 
     block_m None: each operand of a kernel passes once, as with perfect caches, and the whole matrix is used. Given:
-    what `naive_attention` asks for, where each tile of block_m rows reads the keys and values that it sees once more, for
-    each query head, and leaves out what lies past the diagonal (as flash does).
+    what `naive_attention` asks for. There each tile of block_m rows reads the keys and values that it sees once more,
+    for each query head, and leaves out what lies past the diagonal, as flash does.
     """
     if block_m is None:
         keys, matrix = T * K * d, n * T * H
