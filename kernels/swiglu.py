@@ -78,6 +78,7 @@ AHEAD = [
         f"swiglu {dtype}", _swiglu, "elementwise",
         {"X": f"*{dtype}", "OUT": f"*{dtype}", "stride_x": "i32", "I": "i32"}, {"BLOCK": 1024},
         num_warps=4, num_stages=1, wide=("stride_x",),
+        by_target={"gfx942": {"num_warps": 2}},
     )
     for dtype in ("bf16", "fp16")
 ]  # fmt: skip

@@ -131,7 +131,22 @@ def _mend_fp8() -> None:
     interpreter._convert_float = converted
 
 
+def _mend_scalar_masks() -> None:
+    """A comparison of scalars spread over a tile (`mask & (slot >= 0)`) becomes whole numbers, which Triton 3.9's
+    interpreter refuses as a mask: "mask has unsupported dtype". It is a mask, so it stays one.
+    """
+    builder = interpreter.InterpreterBuilder
+    original = builder.create_splat
+
+    def create_splat(self: Any, shape: Any, value: Any) -> Any:
+        tile = original(self, shape, value)
+        return interpreter.TensorHandle(tile.data.astype(bool), core.int1) if value.data.dtype == bool else tile
+
+    builder.create_splat = create_splat
+
+
 _mend_fp8()
+_mend_scalar_masks()
 if tuple(int(x) for x in triton.__version__.split(".")[:2]) < (3, 7):
     _mend_scalar_index()
 

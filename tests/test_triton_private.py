@@ -143,6 +143,20 @@ def test_every_fp8_number_is_read_right():
     assert torch.equal(back, numbers)
 
 
+@jit
+def _where_positive(X, SWITCH, OUT, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(OUT + i, tl.load(X + i), mask=(i < 3) & (tl.load(SWITCH) >= 0))
+
+
+def test_a_scalar_comparison_is_part_of_a_mask():
+    """Triton 3.9's interpreter made numbers of it, and then refused them as a mask."""
+    for switch, want in ((0, [1.0, 1.0, 1.0, 0.0]), (-1, [0.0] * 4)):
+        out = torch.zeros(4)
+        _where_positive[(1,)](torch.ones(4), torch.tensor([switch]), out, BLOCK=4)
+        assert out.tolist() == want
+
+
 # Watching ----------------------------------------------------------------------------------------------
 
 
