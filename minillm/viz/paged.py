@@ -55,8 +55,8 @@ def block_table_figure(
     rows = -(-num_blocks // columns)
     height = 1.7 + 0.62 * max(rows, len(tables))
     fig, (left, right) = style.figure(9.5, height, columns=2)
-    grid = fig.axes[0].get_gridspec()
-    grid.set_width_ratios([1.0, 1.25])
+    if (grid := left.get_gridspec()) is not None:
+        grid.set_width_ratios([1.0, 1.25])
     colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(tables)}
     owner = {block: (name, i) for name, t in tables.items() for i, block in enumerate(t.blocks)}
     words = _tables(left, tables, colors, block_size, find)
