@@ -292,6 +292,6 @@ AHEAD = [
     for targets, (tile, warps, stages) in (  # as configs.json has them
         ((("sm_80", "sm_100", "gfx942"), (64, 4, 3)), (("sm_90",), (64, 2, 5)))
         if kv == dtype
-        else ((("sm_80", "sm_90", "sm_100"), (128, 4, 5)), (("gfx942",), (64, 4, 3)))
+        else ((("sm_80", "sm_90"), (128, 4, 5)), (("sm_100", "gfx942"), (64, 4, 3)))
     )
 ]  # fmt: skip
