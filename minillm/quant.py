@@ -184,6 +184,13 @@ class QuantLinear(Linear):
         """The weight that the codes stand for, fp32 [out, in]."""
         return self._dequantize(torch.float32)
 
+    def steps(self) -> Tensor:
+        """The distance between two codes at each weight, fp32 [out, in]: rounding is off by half of it at most."""
+        if self.scheme.group == 0:
+            return self.scale.float()[:, None].expand(self.out_features, self.in_features)
+        scale = self.scale if self._scale_zero is None else self._scale_zero[..., 0].t()
+        return scale.float().repeat_interleave(self.scheme.group, 1)
+
     def _dequantize(self, dtype: torch.dtype) -> Tensor:
         if self._packed is not None:
             codes = _unpacked(self._packed, self.out_features)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STEPS = ("ceilings", "ladder", "single", "throughput")
+import minillm
+
+STEPS = ("ceilings", "ladder", "single", "throughput", "quality", "quant", "kernels")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "step",
         choices=STEPS,
         help="ceilings of the machine; ladder: one step of each rung; single: one stream against a peer; "
-        "throughput: many requests against a peer",
+        "throughput: many requests against a peer; quality: what quantised weights do to the answers; quant: what they "
+        "do to the speed, once a quality record admits them; kernels: each against its roofline and torch",
     )
     parser.add_argument("--model", help="embedded model, folder, hub name, or for ladder a shape with random weights")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
@@ -31,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="requests of throughput (default: 32)")
     parser.add_argument("--contexts", help="contexts of ladder, as 128,512,1024")
     parser.add_argument("--cached-ceilings", action="store_true", help="skip measuring the ceilings; not for a record")
+    parser.add_argument("--tune", action="store_true", help="kernels: try configurations, propose entries, no record")
     parser.add_argument("--out", metavar="DIR", help="write the record there, as STEP-cpu.json or STEP-cuda.json")
 
 
@@ -40,7 +45,8 @@ ASKED = (
 )  # fmt: skip
 # Options that only some steps have. The others would ignore them, so they refuse them.
 OWNERS = {
-    "model": ("ladder", "single", "throughput"),
+    "model": ("ladder", "single", "throughput", "quality", "quant"),
+    "repeats": ("ceilings", "ladder", "single", "throughput", "quant", "kernels"),
     "contexts": ("ladder",),
     "peer": ("single", "throughput"),
     "prompt": ("single", "throughput"),
@@ -71,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         raise MinillmError("--new must be at least 2: the first token belongs to the prompt, the steps come after it")
     if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
         raise MinillmError(f"--out must be a folder, and {args.out} is a file")
+    if args.tune and (args.step != "kernels" or args.out):
+        raise MinillmError("--tune belongs to kernels and proposes entries for configs.json: it writes no record")
     command = command_line(args.step, given)
     if "contexts" in given:
         try:
@@ -79,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
             raise MinillmError(f"--contexts must look like 128,512,1024, got {args.contexts!r}") from None
     options = Options(args.step, cached_ceilings=args.cached_ceilings, command=command, **given)
     step = _step(args.step)
+    if args.tune:
+        print(json.dumps(step.tune(options), indent=1))
+        return 0
     record = step.run(options)
     faults = verify(record)
     print(json.dumps(record) if args.json else step.show(record))
@@ -99,9 +110,28 @@ def _step(name: str) -> Any:
         from minillm.bench import ceilings
 
         return ceilings
+    if name == "kernels":
+        _find_kernels()
+        from minillm.bench import kernels
+
+        return kernels
+    if name == "quality":
+        from minillm.bench import quality
+
+        return quality
+    if name == "quant":
+        from minillm.bench import quant
+
+        return quant
     from minillm.bench import race
 
     return race
+
+
+def _find_kernels() -> None:
+    """In a checkout that is not installed, as on a bare GPU machine, `minillm.kernels` is its folder `kernels`."""
+    if importlib.util.find_spec("minillm.kernels") is None:
+        minillm.__path__.append(str(Path(__file__).resolve().parents[2]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

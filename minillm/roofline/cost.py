@@ -39,7 +39,7 @@ class Op:
     """
 
     name: str
-    kind: str  # "linear", "attention", "elementwise" or "gather": which ceiling it meets
+    kind: str  # "linear", "quantized", "attention", "elementwise" or "gather": which ceiling it meets
     flops: int = 0
     weights: int = 0
     kv_read: int = 0
@@ -128,10 +128,13 @@ def step(
     kv_cache: bool = True,
     attention: str = "exact",
     logits_rows: int | None = None,
+    weights_as: str | None = None,
 ) -> list[Op]:
     """Operators of one step, in order. `logits_rows`: tokens that get logits; None is one a sequence.
 
-    Without a KV cache nothing is kept: the context of every row must then be 0.
+    Without a KV cache nothing is kept: the context of every row must then be 0. `weights_as`: a scheme of quant.py
+    for the matrices of the layers, "int8" or "int4"; activations, norms and head stay in `dtype`. Such a product has
+    a kernel of its own, so the rate of the library's products says nothing of it: its kind is "quantized".
     """
     rows = [(int(n), int(c)) for n, c in rows]
     if not rows or any(n < 1 or c < 0 for n, c in rows):
@@ -149,8 +152,13 @@ def step(
     D, q, kv, inner = c.hidden_size, c.q_size, c.kv_size, c.intermediate_size
 
     def linear(name: str, n_in: int, n_out: int) -> Op:
+        kind, held = "linear", weights[name]
+        if weights_as is not None:
+            from minillm.quant import scheme_of  # torch is needed only here
+
+            kind, held = "quantized", held + L * (scheme_of(weights_as).weight_bytes(n_out, n_in) - n_in * n_out * b)
         return Op(
-            name, "linear", flops=2 * L * t * n_in * n_out, weights=weights[name], activations_read=L * t * n_in * b,
+            name, kind, flops=2 * L * t * n_in * n_out, weights=held, activations_read=L * t * n_in * b,
             activations_written=L * t * n_out * b, calls=L * CALLS[name], rows=t,
         )  # fmt: skip
 

@@ -142,18 +142,27 @@ def predict_shape(shape: dict[str, Any], device: Device) -> Prediction:
     """A prediction from plain data, as records keep it.
 
     {"model": {ModelConfig fields}, "dtype": ..., "rows": [[new, context], ...], "kv_cache": true} for a step,
-    "prompts" and "new_tokens" in place of "rows" for a generation.
+    "prompts" and "new_tokens" in place of "rows" for a generation; "weights_as" with "rows" for quantised weights.
+    {"kernel": {fields of cost.Op}, "dtype": ...} for one launch of one kernel.
     """
+    if "kernel" in shape:
+        return predict(ops_of(shape), device, shape["dtype"])
     config, dtype, kv_cache = _read(shape)
     if "rows" in shape:
-        return predict_step(config, shape["rows"], device, dtype, kv_cache=kv_cache)
+        how = {"kv_cache": kv_cache, "weights_as": shape.get("weights_as")}
+        return predict_step(config, shape["rows"], device, dtype, **how)
     return predict_generation(config, shape["prompts"], shape["new_tokens"], device, dtype, kv_cache=kv_cache)
 
 
 def ops_of(shape: dict[str, Any]) -> list[Op]:
-    """The operators of a step given as plain data with "rows"."""
+    """The operators of a step given as plain data with "rows", or of one kernel."""
+    if "kernel" in shape:
+        try:
+            return [Op(**shape["kernel"])]
+        except TypeError as error:
+            raise MinillmError(f"this kernel cannot be predicted ({error}); it needs the fields of cost.Op") from None
     config, dtype, kv_cache = _read(shape)
-    return step(config, shape["rows"], dtype, kv_cache=kv_cache)
+    return step(config, shape["rows"], dtype, kv_cache=kv_cache, weights_as=shape.get("weights_as"))
 
 
 def _read(shape: dict[str, Any]) -> tuple[ModelConfig, str, bool]:

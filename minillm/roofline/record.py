@@ -23,8 +23,10 @@ from typing import Any
 
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError
+from minillm.roofline.cost import Op
 from minillm.roofline.device import Device
 from minillm.roofline.predict import FORMULA, Prediction, predict_shape
+from minillm.roofline.quantities import predict_quantity
 from minillm.roofline.stats import derive, fit_of, summary
 
 SCHEMA = 1
@@ -74,13 +76,29 @@ class Recorder:
 
     def predict(self, key: str, config: ModelConfig, dtype: str, *, kv_cache: bool = True, **work: Any) -> Prediction:
         """Predict before measuring. work: `rows=[(new, context), ...]`, or `prompts=[...]` and `new_tokens=n`."""
+        return self._predict(key, {"model": asdict(config), "dtype": dtype, "kv_cache": kv_cache, **work})
+
+    def predict_kernel(self, key: str, op: Op, dtype: str) -> Prediction:
+        """Predict one launch of one kernel."""
+        return self._predict(key, {"kernel": asdict(op), "dtype": dtype})
+
+    def _predict(self, key: str, shape: dict[str, Any]) -> Prediction:
         if self.sealed:
             raise MinillmError(f"{key}: the predictions are sealed; a prediction made after measuring is none")
         _name(key)
-        shape = plain({"model": asdict(config), "dtype": dtype, "kv_cache": kv_cache, **work})
+        shape = plain(shape)
         prediction = predict_shape(shape, self.device)
         self.record["predictions"][key] = {"shape": shape, "prediction": plain(prediction.to_dict())}
         return prediction
+
+    def expect(self, key: str, quantity: str, **shape: Any) -> dict[str, float]:
+        """Predict something that is no time: a quantity of quantities.py, its unit with it. Same rules, same seal."""
+        if self.sealed:
+            raise MinillmError(f"{key}: the predictions are sealed; a prediction made after measuring is none")
+        _name(key)
+        shape = plain({"quantity": quantity, **shape})
+        self.record["predictions"][key] = {"shape": shape, "prediction": plain(predict_quantity(shape))}
+        return self.record["predictions"][key]["prediction"]
 
     def seal(self) -> str:
         """Close the predictions; returns their hash, which is printed before anything is measured."""
@@ -220,7 +238,8 @@ def _predictions(record: dict[str, Any]) -> list[Fault]:
     device = Device.from_dict(record["ceilings"])
     faults = []
     for key, entry in record["predictions"].items():
-        again = plain(predict_shape(entry["shape"], device).to_dict())
+        shape = entry["shape"]
+        again = plain(predict_quantity(shape) if "quantity" in shape else predict_shape(shape, device).to_dict())
         if (where := differs(entry["prediction"], again)) is not None:
             faults.append(Fault(f"predictions/{key}/{where}", "is not what today's formula gives for this shape"))
     return faults
@@ -248,9 +267,12 @@ def _results(record: dict[str, Any]) -> list[Fault]:
                 if differs(entry.get(name), value) is not None:
                     faults.append(Fault(f"{group}/{key}/{name}", f"is {entry.get(name)!r}, the samples give {value!r}"))
     for key in record["predictions"]:
-        result = record["results"].get(key)
+        result = record["results"].get(key) or record["derived"].get(key)
         if result is None:
             faults.append(Fault(f"results/{key}", "is missing: this was predicted and never measured"))
+        elif "quantity" in record["predictions"][key]["shape"]:
+            if result["p10"] < (floor := record["predictions"][key]["prediction"]["lower"]):
+                faults.append(Fault(f"results/{key}/p10", f"is {result['p10']:.6g}, and cannot be below {floor:.6g}"))
         elif result["p10"] < (floor := roof_seconds(record, key)):
             message = f"is above its roof: {result['p10']:.4g} s, and nothing can be faster than {floor:.4g} s"
             faults.append(Fault(f"results/{key}/p10", message))
