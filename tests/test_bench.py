@@ -109,6 +109,7 @@ BARE = """
     from minillm.bench.main import main
     code = main(["ladder", "--device", "cpu", "--dtype", "float32", "--model", "tiny", "--contexts", "8,16",
                  "--repeats", "1", "--out", sys.argv[1]])
+    code += main(["kernels", "--device", "cpu", "--out", sys.argv[1]])
     heavy = {m for m in ("tqdm", "gguf", "tokenizers", "safetensors", "matplotlib", "IPython") if m in sys.modules}
     sys.exit(f"imported {heavy}" if heavy else code)
 """
@@ -121,9 +122,10 @@ def test_the_ladder_needs_only_torch_triton_transformers_and_numpy(tmp_path):
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    saved = json.loads((tmp_path / "ladder-cpu.json").read_text())
-    assert record.verify(saved) == []
-    assert str(tmp_path) not in json.dumps(saved)  # a record names no path of the machine
+    for name in ("ladder-cpu.json", "kernels-cpu.json"):
+        saved = json.loads((tmp_path / name).read_text())
+        assert record.verify(saved) == []
+        assert str(tmp_path) not in json.dumps(saved)  # a record names no path of the machine
 
 
 @pytest.fixture(scope="module")
