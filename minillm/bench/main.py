@@ -12,7 +12,7 @@ from typing import Any
 
 import minillm
 
-STEPS = ("ceilings", "ladder", "single", "throughput", "quality", "quant", "kernels")
+STEPS = ("ceilings", "ladder", "single", "throughput", "quality", "quant", "kernels", "launch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=STEPS,
         help="ceilings of the machine; ladder: one step of each rung; single: one stream against a peer; "
         "throughput: many requests against a peer; quality: what quantised weights do to the answers; quant: what they "
-        "do to the speed, once a quality record admits them; kernels: each against its roofline and torch",
+        "do to the speed, once a quality record admits them; kernels: each against its roofline and torch; launch: a decode "
+        "step eager and as a CUDA graph",
     )
     parser.add_argument("--model", help="embedded model, folder, hub name, or for ladder a shape with random weights")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
@@ -115,6 +116,11 @@ def _step(name: str) -> Any:
         from minillm.bench import kernels
 
         return kernels
+    if name == "launch":
+        _find_kernels()
+        from minillm.bench import launch
+
+        return launch
     if name == "quality":
         from minillm.bench import quality
 
