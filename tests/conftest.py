@@ -11,6 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from minillm.bench.main import _find_kernels
+
+_find_kernels()  # where minillm is a checkout and not installed, as on a bare GPU machine
+
 settings.register_profile("minillm", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("minillm")
 

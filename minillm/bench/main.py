@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=STEPS,
         help="ceilings of the machine; ladder: one step of each rung; single: one stream against a peer; "
         "throughput: many requests against a peer; quality: what quantised weights do to the answers; quant: what they "
-        "do to the speed, once a quality record admits them; kernels: each against its roofline and torch; launch: a decode "
-        "step eager and as a CUDA graph",
+        "do to the speed, once a quality record admits them; kernels: each against its roofline and torch; "
+        "launch: a decode step eager and as a CUDA graph",
     )
     parser.add_argument("--model", help="embedded model, folder, hub name, or for ladder a shape with random weights")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
