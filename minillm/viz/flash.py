@@ -75,7 +75,7 @@ def tile_counts(n: int, block_m: int, block_n: int, history: int = 0) -> dict[st
 
 
 def tiling_figure(n: int, block_m: int, block_n: int, history: int = 0) -> Figure:
-    """The n x (history + n) scores that are never written, cut into tiles, with the causal edge drawn element by element."""
+    """The n x (history + n) scores that are never written, in tiles; the causal edge, element by element."""
     fig, (ax,) = style.figure(7.5, 1.3 + 5.2 * n / (history + n))
     _draw_tiles(ax, n, block_m, block_n, history)
     counts = tile_counts(n, block_m, block_n, history)
@@ -100,8 +100,9 @@ def _draw_tiles(
             at += 1
         ax.add_patch(Rectangle((key - 0.5, row - 0.5), keys, rows, linewidth=1.2, zorder=1, **look))
         if kind != SKIPPED and current is not None and at - 1 == current:
-            frame = {"facecolor": "none", "edgecolor": style.VERMILLION, "linewidth": 2.6, "zorder": 4}
-            ax.add_patch(Rectangle((key - 0.5, row - 0.5), keys, rows, **frame))
+            frame = Rectangle((key - 0.5, row - 0.5), keys, rows, linewidth=2.6, zorder=4)
+            frame.set(facecolor="none", edgecolor=style.VERMILLION)
+            ax.add_patch(frame)
     edge_x, edge_y = [history + 0.5], [-0.5]  # a stair: right of it lies the future
     for i in range(n):
         edge_x += [history + i + 0.5, history + i + 1.5]

@@ -220,13 +220,16 @@ def flash(q: Tensor, load: Any, block_m: int, block_n: int) -> Tensor:
     return flash_with(q, load, block_m, block_n)
 
 
-def flash_with(q: Tensor, load: Any, block_m: int, block_n: int, *, skip: bool = True, **slip: Any) -> Tensor:
-    """Loads what a tiled kernel would load, then attends row by row."""
+def flash_with(
+    q: Tensor, load: Any, block_m: int, block_n: int, *, skip: bool = True, times: int = 1, **slip: Any
+) -> Tensor:
+    """Loads as a tiled kernel would, then attends row by row. skip: not above the diagonal; times: each load."""
     S, parts = len(q), {}
     for first in range(0, S, block_m):
         stop = min(first + block_m, S) if skip else S
         for start in range(0, stop, block_n):
-            parts[start] = load(start, min(start + block_n, S))
+            for _ in range(times):
+                parts[start] = load(start, min(start + block_n, S))
     k, v = (torch.cat([parts[start][i] for start in sorted(parts)]) for i in range(2))
     return attention_with(q, k, v, **slip)
 

@@ -1,0 +1,17 @@
+"""Scores counted for KV heads."""
+
+TASK = "05.1"
+POINTS = 3
+HINT = "query heads, not KV heads"
+
+
+def predict():
+    heads, tokens, head_dim = (32, 8192, 128)
+    scores = 8 * tokens**2 * 2
+    flops = 2 * 2 * heads * head_dim * tokens**2
+    return {
+        "gib_scores": scores / 2**30,
+        "ms_scores": 4 * scores / 4000000000000.0 * 1000.0,
+        "ms_products": flops / 1000000000000000.0 * 1000.0,
+        "tiles": 64 * 65 / 2,
+    }

@@ -1,0 +1,16 @@
+"""The caller's l is written into."""
+
+import torch
+
+TASK = "05.2"
+POINTS = 2
+HINT = "work on a new tensor"
+
+
+def fold(m, l, acc, scores, v):
+    m_new = torch.maximum(m, scores.max(-1).values)
+    top = m_new.masked_fill(m_new == float("-inf"), 0.0)
+    rescale = (m - top).exp()
+    p = (scores - top[:, None]).exp()
+    l *= rescale
+    return (m_new, l + p.sum(-1), acc * rescale[:, None] + p @ v)
