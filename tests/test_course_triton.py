@@ -158,6 +158,15 @@ def test_an_answer_is_graded_with_the_kernel_it_had_at_its_check():
         assert evaluate(LESSON.tasks[0], Candidate(session, "04.1", 3)).status == "full"
 
 
+def test_without_triton_the_answers_that_need_none_are_graded(monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with Session(LESSON, [Source(1, SETUP), Source(2, PLAIN)]) as session:
+        assert session.found == {"04.2"}
+        assert evaluate(LESSON.tasks[1], Candidate(session, "04.2", 3)).status == "full"
+        assert "No module named 'triton'" in session.problems[0]
+
+
 def test_kernels_of_the_engine_cannot_be_imported_or_read():
     thefts = (
         "from minillm.kernels import rms_norm",
