@@ -77,6 +77,10 @@ def needs(*task_ids: str) -> Iterator[None]:
     """
     try:
         yield
-    except NotImplementedError:
+    except Exception as error:
+        while type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # Triton wraps what a kernel raised
+        if not isinstance(error, NotImplementedError):
+            raise
         which = f"task {task_ids[0]} is" if len(task_ids) == 1 else f"tasks {', '.join(task_ids)} are"
         print(f"this cell comes alive once {which} done")

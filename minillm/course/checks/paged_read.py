@@ -47,6 +47,15 @@ def whole_pages(q: Tensor, k: Tensor, v: Tensor, table: Sequence[int], context: 
     return attention_with(q, k, v, table, context, seen=-(-context // page) * page)
 
 
+def zeros_counted(q: Tensor, k: Tensor, v: Tensor, table: Sequence[int], context: int) -> Tensor:
+    """Slots behind the last token take part with a key and a value of 0."""
+    page, last = k.shape[1], (context - 1) // k.shape[1]
+    k, v = k.clone(), v.clone()
+    for pool in (k, v):
+        pool[table[last], context - last * page :] = 0.0
+    return whole_pages(q, k, v, table, context)
+
+
 def pools(seed: int, tables: Sequence[Sequence[int]], lens: Sequence[int], page: int, K: int, d: int, rest: float,
           num_blocks: int = 8, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(k_pool, v_pool) with random tokens; a slot that no sequence owns is random too, times `rest` (NaN: poison)."""

@@ -161,12 +161,12 @@ def play(kind: Any, num_blocks: int, script: Script) -> list[str]:
                 owned[name] = got
                 holders.update(dict.fromkeys(got, 1))
             elif what == "share":
-                allocator.share(list(owned[args[0]]))
-                for i in owned[args[0]]:
+                allocator.share(list(owned.get(args[0], [])))
+                for i in owned.get(args[0], []):
                     holders[i] += 1
                 said.append("shared")
             else:
-                ids = list(args) if what == "free ids" else [i for name in args for i in owned[name]]
+                ids = list(args) if what == "free ids" else [i for name in args for i in owned.get(name, [])]
                 allocator.free(ids)
                 for i in ids:
                     holders[i] = holders.get(i, 0) - 1
