@@ -1,6 +1,7 @@
 """The kernel bench on a CPU: tiny cases in the interpreter, checked and counted, and not a word on time."""
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from minillm.course.broken import broken
 from minillm.errors import MinillmError
 from minillm.roofline import measure, record
 from minillm.roofline.cost import Op
+from minillm.roofline.fit import fit_kernel
 from minillm.roofline.record import Recorder
 
 
@@ -68,8 +70,6 @@ def test_a_wrong_kernel_fails_its_check(name, kernel, monkeypatch):
 
 
 def test_wrong_bytes_fail_their_check(monkeypatch):
-    import dataclasses
-
     case = next(kernel_cases.cases(tiny=True))
     monkeypatch.setattr(kernels, "cases", lambda tiny: [dataclasses.replace(case, read=2 * case.read)])
     done = kernels.run(options())
@@ -107,14 +107,15 @@ def raced(monkeypatch):
     monkeypatch.setattr(kernels, "Bandwidths", Beside)
     monkeypatch.setattr(kernels, "verify_case", lambda book, case, device, dtype: book.check(case.key, True, "given"))
     monkeypatch.setattr(kernels, "ceilings_after", lambda options: {"read": 1e15})
-    real = kernel_cases.cases
-    monkeypatch.setattr(kernels, "cases", lambda tiny: real(tiny=True))
+    shapes = list(kernel_cases.cases(tiny=True))
+    shapes += [dataclasses.replace(c, shape="wide", read=3 * c.read, flops=3 * c.flops) for c in shapes]
+    monkeypatch.setattr(kernels, "cases", lambda tiny: shapes)
     return kernels.race(options(dtype="bfloat16", repeats=3))
 
 
 def test_a_race_predicts_before_it_measures_and_verifies(raced):
     assert record.verify(raced) == []
-    assert raced["predictions"].keys() == {c.key for c in kernel_cases.cases(tiny=True)}
+    assert raced["predictions"].keys() >= {c.key for c in kernel_cases.cases(tiny=True)}
     for case in kernel_cases.cases(tiny=True):
         assert raced["predictions"][case.key]["prediction"]["compulsory_bytes"] == case.read + case.written
         assert raced["derived"][f"{case.key}.over_torch"]["median"] == pytest.approx(2)
@@ -163,6 +164,29 @@ def test_a_kernel_is_predicted_by_the_roofline_and_by_nothing_else():
     book.seal()
     with pytest.raises(MinillmError, match="sealed"):
         book.predict_kernel("k", Op("k", "attention"), "bfloat16")
+
+
+def test_a_kernels_fit_finds_its_factor_and_its_overhead():
+    """Made of a known law, the law is found; judged on shapes it never saw; and a law of two factors is not found."""
+    shapes = [Op("k", "attention", weights=n * 10**9, calls=1) for n in (1, 4, 20, 60)]
+    law = lambda op: 1.25 * op.bytes / FAST.read_bandwidth + 3e-6
+    found = fit_kernel([(op, law(op)) for op in shapes[::2]], FAST, "bfloat16")
+    assert (found.factor, found.overhead) == (pytest.approx(1.25), pytest.approx(3e-6))
+    assert all(found.seconds(op, FAST, "bfloat16") == pytest.approx(law(op)) for op in shapes[1::2])
+    found = fit_kernel([(shapes[0], 1e-4), (shapes[2], 1e-5)], FAST, "bfloat16")
+    assert min(found.factor, found.overhead) >= 0
+    assert abs(found.seconds(shapes[1], FAST, "bfloat16") - 5e-5) > 1e-5
+    assert fit_kernel([(shapes[0], law(shapes[0]))], FAST, "bfloat16").overhead == 0
+    with pytest.raises(MinillmError, match="at least one measured shape"):
+        fit_kernel([], FAST, "bfloat16")
+
+
+def test_every_kernel_is_fitted_before_it_is_judged():
+    todo = list(kernel_cases.cases(tiny=False))
+    train, held_out = kernels.halves(todo)
+    assert sorted(train + held_out) == sorted(c.key for c in todo)
+    assert not set(train) & set(held_out)
+    assert {k.partition(".")[0] for k in held_out} <= {k.partition(".")[0] for k in train}
 
 
 def test_a_configuration_is_mounted_and_put_back():

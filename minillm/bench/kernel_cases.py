@@ -204,13 +204,13 @@ def _prefill(model: str, c: ModelConfig, n: int) -> Case:
         pool = draw(2, 1, PAGE, K, d)
         whole = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)
         paging = (*pool, torch.zeros(1, 1, dtype=torch.int32, device=device), whole(0, n), whole(0))
-        heads = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
+        hq, hk, hv = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
         return Inputs(
             lambda: (flash_prefill(q, k, v, *paging, n),),
             lambda: (flash_prefill_reference(*(x.double() for x in (q, k, v, *pool)), *paging[2:]),),
             {
-                "flash": _backend(SDPBackend.FLASH_ATTENTION, *heads, True),
-                "cudnn": _backend(SDPBackend.CUDNN_ATTENTION, *heads, True),
+                "flash": _backend(SDPBackend.FLASH_ATTENTION, hq, hk, hv, True),
+                "cudnn": _backend(SDPBackend.CUDNN_ATTENTION, hq, hk, hv, True),
             },
         )  # fmt: skip
 

@@ -121,9 +121,20 @@ def race(options: Options) -> dict[str, Any]:
             book.derive(f"{case.key}.flops", "rate", [case.key], count=case.flops)
         torch.compiler.reset()  # it compiles one function for a few shapes only, then gives up
         torch.cuda.empty_cache()
-    keys = [case.key for case in todo]
-    book.derive("fit_error", "fit_error", keys[1::2], train=keys[::2])
+    train, held_out = halves(todo)
+    book.derive("fit_error", "fit_error", held_out, train=train)
     return book.finish(ceilings_after(options))
+
+
+def halves(todo: list[Case]) -> tuple[list[str], list[str]]:
+    """Keys to fit on and keys to judge by: every other shape of each kernel, so that each kernel is in the first."""
+    by_kernel: dict[str, list[str]] = {}
+    for case in todo:
+        by_kernel.setdefault(case.kernel, []).append(case.key)
+    return (
+        [key for keys in by_kernel.values() for key in keys[::2]],
+        [key for keys in by_kernel.values() for key in keys[1::2]],
+    )
 
 
 class Bandwidths:

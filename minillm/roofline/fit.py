@@ -67,3 +67,33 @@ def fit(samples: Sequence[Sample], device: Device, dtype: str) -> Fit:
         if x.min() >= 0 and error < least:
             best, least = x, error
     return Fit(dict(zip(FEATURES, best.tolist(), strict=True)))
+
+
+@dataclass(frozen=True)
+class KernelFit:
+    """Seconds of one kernel's launch = factor * roofline + overhead. A factor of 1.1 means 91 % of the ceiling."""
+
+    factor: float
+    overhead: float
+
+    def seconds(self, op: Op, device: Device, dtype: str) -> float:
+        return self.factor * _roofline(op, device, dtype) + self.overhead
+
+
+def _roofline(op: Op, device: Device, dtype: str) -> float:
+    t = term(op, device, dtype)
+    return t.seconds - t.overhead_seconds
+
+
+def fit_kernel(samples: Sequence[tuple[Op, float]], device: Device, dtype: str) -> KernelFit:
+    """Least squares of the relative error; both numbers at least 0. One sample gives an overhead of 0."""
+    if not samples or min(s for _, s in samples) <= 0:
+        raise MinillmError("a kernel's fit needs at least one measured shape, its seconds above 0")
+    a = np.array([[_roofline(op, device, dtype) / s, 1.0 / s] for op, s in samples])
+    one = np.ones(len(a))
+    choices = [np.array([float(a[:, 0] @ one / (a[:, 0] @ a[:, 0])), 0.0])]
+    if len(samples) > 1:
+        choices.append(np.linalg.lstsq(a, one, rcond=None)[0])
+        choices.append(np.array([0.0, float(a[:, 1] @ one / (a[:, 1] @ a[:, 1]))]))
+    x = min((c for c in choices if c.min() >= 0), key=lambda c: float(((a @ c - one) ** 2).sum()))
+    return KernelFit(float(x[0]), float(x[1]))

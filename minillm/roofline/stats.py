@@ -25,7 +25,8 @@ def derive(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
     share     least possible seconds / seconds     part of the roof that was reached
     of_bandwidth  weights and KV bytes / seconds / bytes/s of the second result, measured side by side with it
     residual  seconds / expected seconds           1 is a perfect prediction
-    fit_error |fitted - measured| / measured       steps `of`, by factors fitted on the steps `train` alone
+    fit_error |fitted - measured| / measured       steps `of`, by factors fitted on the steps `train` alone;
+              where the steps are kernels, a factor and an overhead for each kernel
     """
     op, keys = entry["op"], entry["of"]
     xs = [record["results"][key]["samples"] for key in keys]
@@ -59,5 +60,23 @@ def fit_of(entry: dict[str, Any], record: dict[str, Any]) -> tuple[dict[str, flo
     shapes = {key: record["predictions"][key]["shape"] for key in (*entry["train"], *entry["of"])}
     steps = {key: (ops_of(shape), record["results"][key]["median"]) for key, shape in shapes.items()}
     dtype = next(iter(shapes.values()))["dtype"]
+    if all("kernel" in shape for shape in shapes.values()):
+        return _fit_kernels(entry, steps, device, dtype)
     fitted = fit([steps[key] for key in entry["train"]], device, dtype)
     return fitted.factors, fitted.errors([steps[key] for key in entry["of"]], device, dtype)
+
+
+def _fit_kernels(
+    entry: dict[str, Any], steps: dict[str, Any], device: Any, dtype: str
+) -> tuple[dict[str, float], list[float]]:
+    """For each kernel `factor` and `overhead_s`, fitted on its launches in `train`; errors on those in `of`."""
+    from minillm.roofline.fit import fit_kernel
+
+    launches = {key: (ops[0], seconds) for key, (ops, seconds) in steps.items()}
+    fits = {}
+    for name in dict.fromkeys(op.name for op, _ in launches.values()):
+        fits[name] = fit_kernel([launches[k] for k in entry["train"] if launches[k][0].name == name], device, dtype)
+    factors = {f"{name}.factor": f.factor for name, f in fits.items()}
+    factors |= {f"{name}.overhead_s": f.overhead for name, f in fits.items()}
+    judged = [launches[key] for key in entry["of"]]
+    return factors, [abs(fits[op.name].seconds(op, device, dtype) - s) / s for op, s in judged]
