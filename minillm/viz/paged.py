@@ -315,7 +315,7 @@ class Pool:
         """A prompt of so many tokens arrives; it is refused in words when its blocks are not free."""
         need = -(-tokens // self.block_size)
         if need > self.allocator.num_free:
-            self.said = f"{need} blocks wanted, {self.allocator.num_free} free: it waits"
+            self.said = f"{need} block{'s' * (need > 1)} wanted, {self.allocator.num_free} free: it waits"
             return
         name = chr(ord("A") + self.made % 26)
         if name in self.tables:
@@ -323,7 +323,7 @@ class Pool:
             return
         self.made += 1
         self.tables[name] = Table(tokens, self.allocator.allocate(need))
-        self.said = f"{name} takes {need} blocks: {', '.join(map(str, self.tables[name].blocks))}"
+        self.said = f"{name} takes {need} block{'s' * (need > 1)}: {', '.join(map(str, self.tables[name].blocks))}"
 
     def step(self, times: int = 1) -> None:
         """Every sequence gets a token, oldest first; one that needs a block when none is free stays as it is."""
