@@ -10,18 +10,31 @@ from pathlib import Path
 import pytest
 
 from minillm.course import check, needs
+from minillm.course.candidate import local
 from minillm.course.checks import judge, load_lesson
 from minillm.course.compare import difference
 from minillm.course.report import result_text
-from minillm.course.tasks import Answer, Case, Mistake, Task, Wrong, prediction
+from minillm.course.tasks import Answer, Case, Mistake, Task, Wrong, evaluate, prediction
 
 LESSONS = sorted(p.stem[-2:] for p in Path(load_lesson.__code__.co_filename).parent.glob("lesson_[0-9][0-9].py"))
 TASKS = [task for number in LESSONS for task in load_lesson(number).tasks]
 MISTAKES = [pytest.param(t, m, id=f"{t.id}-{m.hint[:40]}") for t in TASKS for m in t.mistakes]
 
 
+def judge_as_reference(task, function):
+    """As the grader runs references: kernel cases ask an answer for a kernel, and references are plain torch."""
+    return evaluate(task, local(function, task.limit_s, reference=True))
+
+
 @pytest.mark.parametrize("task", TASKS, ids=lambda t: t.id)
-def test_reference_earns_full_points(task, capsys):
+def test_reference_earns_full_points(task):
+    result = judge_as_reference(task, task.reference)
+    assert result.points == task.points, result_text(result)
+    assert f"{task.points:g} of {task.points:g} points" in result_text(result)
+
+
+@pytest.mark.parametrize("task", [t for t in TASKS if t.id.endswith(".1")], ids=lambda t: t.id)
+def test_check_prints_and_gives_the_points(task, capsys):
     points = check(task.id, task.reference)
     assert points == task.points
     assert float(repr(points)) == task.points
@@ -31,7 +44,7 @@ def test_reference_earns_full_points(task, capsys):
 @pytest.mark.parametrize(("task", "mistake"), MISTAKES)
 def test_each_mistake_loses_points_and_is_named(task, mistake):
     """A mistake that no case tells from the reference, or that another hint hides, teaches nothing."""
-    result = judge(task, mistake.wrong)
+    result = judge_as_reference(task, mistake.wrong)
     assert result.points < task.points
     assert mistake.hint in result_text(result)
 
