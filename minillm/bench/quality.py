@@ -36,8 +36,8 @@ from minillm.runner import CachedRunner
 
 TEXT = Path(__file__).with_name("quality_text.txt")  # written for this project, CC0
 WINDOW, STRIDE = 512, 256  # a token is judged with at least WINDOW - STRIDE tokens before it, but for the first window
-PROMPT, NEW = 32, 48  # tokens of a prompt, and tokens written on from it
-PROMPTS = 12
+PROMPT, NEW = 32, 32  # tokens of a prompt, and tokens written on from it
+PROMPTS = 8
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Source:
 
 
 class Side(Protocol):
-    def logits(self, tokens: list[int]) -> Tensor:
-        """Scores after each token of a sequence: [T, V] fp32."""
+    def logits(self, tokens: list[int], begin: int = 0) -> Tensor:
+        """Scores after each token of a sequence, from token `begin` on: [T - begin, V] fp32."""
 
     def generate(self, prompt: list[int], count: int) -> list[int]:
         """Greedy tokens after the prompt, one step at a time, through the variant's own decode path."""
@@ -68,9 +68,9 @@ class EngineSide:
     def __init__(self, model: Transformer):
         self.model = model
 
-    def logits(self, tokens: list[int]) -> Tensor:
+    def logits(self, tokens: list[int], begin: int = 0) -> Tensor:
         batch = Batch.build([Row(0, 0, len(tokens))], tokens, self.model.device)
-        return self.model.logits(self.model.forward(batch, NoCacheAttention())).float()
+        return self.model.logits(self.model.forward(batch, NoCacheAttention())[begin:]).float()
 
     def generate(self, prompt: list[int], count: int) -> list[int]:
         greedy = SamplingParams(temperature=0.0, max_tokens=count)
@@ -166,7 +166,7 @@ def run(options: Options) -> dict[str, Any]:
     options.out(f"predictions sealed: sha256 {book.seal()}")
 
     base = EngineSide(source.transformer())
-    plain = [base.logits(tokens[a:b])[first - 1 - a : b - 1 - a].to(options.torch_dtype) for a, b, first in cut]
+    plain = [base.logits(tokens[a:b], first - 1 - a)[:-1].to(options.torch_dtype) for a, b, first in cut]
     texts = [tokens[i : i + PROMPT] for i in range(0, len(tokens) - PROMPT, max(1, len(tokens) // PROMPTS))]
     written = [base.generate(prompt, NEW) for prompt in texts]
     judged = sum(b - first for _, b, first in cut)
@@ -189,7 +189,7 @@ def _measure(
     book.check(f"{v.name}: every weight is within half a step", steps <= 0.5001, f"at most {steps:.4f} steps off")
     losses, same, divergence, apart = [], [], [], []
     for x, (a, b, first) in progress(list(zip(plain, cut, strict=True)), v.name):
-        p, q = x.float(), side.logits(tokens[a:b])[first - 1 - a : b - 1 - a]
+        p, q = x.float(), side.logits(tokens[a:b], first - 1 - a)[:-1]
         losses.append(_losses(q, tokens[first:b]))
         same.append((p.argmax(-1) == q.argmax(-1)).double().mean().item())
         p_log, q_log = p.log_softmax(-1), q.log_softmax(-1)
