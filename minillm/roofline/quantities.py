@@ -14,9 +14,9 @@ from minillm.config import ModelConfig
 from minillm.errors import MinillmError
 from minillm.roofline.cost import element_size
 
-# The most that perplexity may grow on the text that ships with the project before a speed may be shown. Published
-# results for rounding to the nearest: int8 with a scale an output costs well below 1 % (Dettmers et al., 2022); int4
-# in groups of 128 costs a 7 B model about 5 % (Lin et al., 2023, table 4), a small model several times as much.
+# The most that perplexity may grow on the text that ships with the project before a speed may be shown: a choice, made
+# before measuring. int8 must be as good as free. For int4, rounded to the nearest in groups of 128, Lin et al. (2023,
+# table 4) report a growth of about 5 % for a 7 B model, and small models lose more; twice that is the end of useful.
 GATES = {8: 1.01, 4: 1.10}
 
 
