@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from minillm.course import notebook as nbk
 from minillm.course.candidate import Candidate, local
+from minillm.course.checks.lesson_04 import READ
 from minillm.course.checks.triton_cases import KERNELS, kernel_case, traffic_case
 from minillm.course.session import Limits, Session, Source
 from minillm.course.tasks import Case, Lesson, Task, evaluate
@@ -176,3 +180,67 @@ def test_kernels_of_the_engine_cannot_be_imported_or_read():
     _, session = graded(SETUP, GOOD, PLAIN, *thefts)
     assert ["ImportError" in session.problems[0], "ImportError" in session.problems[1]] == [True, True]
     assert "PermissionError" in session.problems[2]
+
+
+F32, I32, I64 = "*fp32", "i32", "*i64"
+COMPILED = {  # the kernels of solution 04 as a GPU would get them: types and constants
+    "_softmax": ({"X": "*fp16", "OUT": "*fp16", "stride": I32, "D": I32}, {"BLOCK": 128}),
+    "_add_rms_norm": (
+        dict.fromkeys(("X", "R", "W", "NORM", "TOTAL"), "*bf16")
+        | {"stride_x": I32, "stride_r": I32, "D": I32, "eps": "fp32"},
+        {"BLOCK": 1024},
+    ),
+    "_swiglu": ({"X": "*bf16", "OUT": "*bf16", "stride": I32, "I": I32}, {"BLOCK": 128}),
+    "_rope_kv": (
+        dict.fromkeys(("QKV", "COS", "SIN"), F32)
+        | {"POS": I64, "SLOTS": I64, "Q": F32, "K_POOL": F32, "V_POOL": F32}
+        | dict.fromkeys(("by_token", "by_head", "T", "H", "K", "HALF"), I32),
+        {"BLOCK": 32},
+    ),
+}
+
+
+def test_the_answers_of_the_solution_are_kernels_that_a_gpu_runs(tmp_path):
+    from minillm.kernels.triton_private import compile_ahead
+
+    nb = nbk.read(Path(__file__).parents[1] / "solutions" / "04_triton_fusion.ipynb")
+    cells = [nbk.source(c) for c in nbk.code_cells(nb) if c["id"] == "setup" or c["id"].startswith("task-")]
+    path = tmp_path / "solution.py"
+    path.write_text("\n\n".join(cells))
+    space = {"__name__": "solution"}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    for name, (types, constants) in COMPILED.items():
+        assert "ld.global" in compile_ahead(space[name], types, constants, "sm_90").asm["ptx"], name
+
+
+def test_the_listing_of_task_6_is_what_the_compiler_writes(tmp_path):
+    """The exercise shows PTX. Compile the same kernel and compare the lines that the questions are about."""
+    from minillm.kernels.triton_private import compile_ahead
+
+    path = tmp_path / "cell.py"
+    path.write_text(SETUP + ADD)
+    space = {"__name__": "cell"}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    types = {"X": "*fp16", "Y": "*fp16", "OUT": "*fp16", "n": "i32"}
+    made = {aligned: compile_ahead(space["_add"], types, {"BLOCK": 1024}, "sm_90", aligned=aligned).asm["ptx"]
+            for aligned in (True, False)}  # fmt: skip
+    nb = nbk.read(Path(__file__).parents[1] / "exercises" / "04_triton_fusion.ipynb")
+    shown = nbk.source(next(c for c in nb["cells"] if c["id"] == "about-6")).split("```")[1]
+    words = [" ".join(line.split()) for line in shown.splitlines() if "%" in line or "reqntid" in line]
+    real = [" ".join(line.split()) for line in made[True].splitlines()]
+    assert len(words) == 15
+    assert [w for w in words if w not in real] == []
+    right = {a.key: a.want for a in READ}
+    assert right["misaligned_loads"] == made[False].count("ld.global.b16")
+    assert right["threads"] * right["elements_a_thread"] == right["elements_a_program"] == 1024
+
+
+ADD = """
+@jit
+def _add(X, Y, OUT, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    x = tl.load(X + at, mask=inside)
+    y = tl.load(Y + at, mask=inside)
+    tl.store(OUT + at, x + y, mask=inside)
+"""
