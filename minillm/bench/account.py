@@ -1,8 +1,9 @@
-"""Where the time of a decode step goes, term by term. Used by `bench single`, and by lesson 02.
+"""Where the time of a decode step goes, term by term. Used by `bench single`, and by lessons 02 and 07.
 
 The functions a step is made of are wrapped with a clock while the engine runs; nested calls are taken off the outer
-one. What no wrapper saw is glue: Python between the operators. On a GPU each wrapper waits for the device, so the
-terms there are serialised and their sum is more than a step.
+one. "norms" holds the residual additions too: kernels do both in one pass. What no wrapper saw is glue: Python between
+the operators. On a GPU each wrapper waits for the device, so the terms there are serialised and their sum is more than
+a step. CUDA graphs are left out while the clock runs: a replay has no parts to wrap.
 """
 
 from __future__ import annotations
@@ -57,24 +58,29 @@ def accounting(engine: Any) -> Iterator[Account]:
     product = lambda self, *args, **kwargs: "lm_head" if self is engine.model.lm_head else "linears"
     places: list[tuple[Any, str, Any]] = [
         (Linear, "__call__", product),
-        (transformer, "rms_norm", "norms"),
+        (engine.model.ops, "rms_norm", "norms"),
+        (engine.model.ops, "add_rms_norm", "norms"),
+        (engine.model.ops, "swiglu", "activation"),
         (transformer, "apply_rope", "rope_kv_write"),
-        (transformer, "swiglu", "activation"),
         (engine.sampler, "sample", "sampling"),
         (engine_module.OutputProcessor, "push", "text"),
     ]
-    for backend in (ContiguousKVCache, NoCacheAttention):
-        places += [
-            (backend, "write", "rope_kv_write"),
-            (backend, "forward", "attention"),
-            (backend, "plan", "attention"),
-        ]
+    own = (getattr(engine.runner, "attention", None), getattr(engine.runner, "make_cache", None))
+    backends = [ContiguousKVCache, NoCacheAttention, type(own[0]), own[1]]  # a learner's own part among them
+    for backend in dict.fromkeys(b for b in backends if hasattr(b, "forward")):
+        places += [(backend, "forward", "attention"), (backend, "plan", "attention")]
+        places += [(backend, name, "rope_kv_write") for name in ("write", "rope_write") if hasattr(backend, name)]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
+    graphs = getattr(engine.runner, "graphs", None)
     try:
+        if graphs is not None:
+            engine.runner.graphs = None
         for owner, name, term in places:
             setattr(owner, name, account.wrap(term, getattr(owner, name)))
         yield account
     finally:
+        if graphs is not None:
+            engine.runner.graphs = graphs
         for owner, name, old in before:
             if old is None:
                 delattr(owner, name)  # it was found on the class, not on the instance

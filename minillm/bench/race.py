@@ -165,8 +165,8 @@ def show(record: dict[str, Any]) -> str:
 
 PREDICTED = {
     "linears": ("qkv", "o_proj", "gate_up", "down"), "lm_head": ("lm_head",), "attention": ("attention",),
-    "norms": ("rms_norm", "qk_norm"), "rope_kv_write": ("rope", "kv_write"), "activation": ("silu_mul",),
-    "sampling": (), "text": (), "glue": ("embedding", "residual"),
+    "norms": ("rms_norm", "qk_norm", "residual"), "rope_kv_write": ("rope", "kv_write"), "activation": ("silu_mul",),
+    "sampling": (), "text": (), "glue": ("embedding",),
 }  # fmt: skip
 
 
