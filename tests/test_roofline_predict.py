@@ -1,5 +1,6 @@
 """Predictions: the formula, its bounds, the classifier that flips, the 70 B example, and the fit on held-out shapes."""
 
+import dataclasses
 import json
 import math
 
@@ -337,3 +338,12 @@ def test_ceilings_say_when_the_machine_was_busy(monkeypatch):
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(walls))
     monkeypatch.setattr(measure.time, "process_time", lambda: next(cpus))
     assert measure.processor_share(2) == pytest.approx(0.75)
+
+
+def test_a_captured_step_pays_for_one_launch():
+    """Everything else stays: the difference is all calls but one."""
+    here = dataclasses.replace(DATASHEET["h200"], call_overhead=5e-6)
+    eager, graph = (predict.predict_step(LLAMA, [(1, 511)], here, captured=c) for c in (False, True))
+    calls = cost.total(cost.step(LLAMA, [(1, 511)])).calls
+    assert eager.expected - graph.expected == pytest.approx((calls - 1) * here.call_overhead)
+    assert eager.lower == graph.lower

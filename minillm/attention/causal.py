@@ -40,7 +40,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     n, H, d = q.shape
     K, T, _ = k.shape
     if n == 1:  # the group's heads become query rows: [1, K, H/K, d] against [1, K, T, d]
-        return F.scaled_dot_product_attention(q.view(1, K, H // K, d), k[None], v[None]).view(1, H, d)
+        return F.scaled_dot_product_attention(q.reshape(1, K, H // K, d), k[None], v[None]).reshape(1, H, d)
     mask = None if n == T else causal_mask(n, T, q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], _per_query_head(k, H), _per_query_head(v, H), attn_mask=mask, is_causal=mask is None

@@ -120,6 +120,8 @@ class PagedSDPA(PagedAttention):
             B, H, d = q.shape
             k, v = self.read(layer, plan.decode)
             K = k.shape[1]
-            return F.scaled_dot_product_attention(q.view(B, K, H // K, d), k, v, attn_mask=plan.mask).view(B, H, d)
+            return F.scaled_dot_product_attention(q.reshape(B, K, H // K, d), k, v, attn_mask=plan.mask).reshape(
+                B, H, d
+            )
         out = [attend_sdpa(q[s], *self.read(layer, t)) for s, t in zip(plan.parts, plan.contexts, strict=True)]
         return out[0] if len(out) == 1 else torch.cat(out)

@@ -78,8 +78,8 @@ class ContiguousKVCache:
         k = self.k[layer, plan.rows, :, : plan.context]  # [B, K, T, d]; a view when the rows are dense
         v = self.v[layer, plan.rows, :, : plan.context]
         K = k.shape[1]
-        out = F.scaled_dot_product_attention(q.view(B, K, H // K, d), k, v, attn_mask=plan.mask)
-        return out.view(B, H, d)
+        out = F.scaled_dot_product_attention(q.reshape(B, K, H // K, d), k, v, attn_mask=plan.mask)
+        return out.reshape(B, H, d)
 
 
 class PrefillPlan:

@@ -11,7 +11,7 @@ upper  nothing overlaps: arithmetic, then bytes, then calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from minillm.config import ModelConfig
@@ -104,10 +104,17 @@ def predict(ops: Sequence[Op], device: Device, dtype: str = "bfloat16", tokens: 
 
 
 def predict_step(
-    config: ModelConfig, rows: Sequence[tuple[int, int]], device: Device, dtype: str = "bfloat16", **how: Any
-) -> Prediction:
-    """One step of rows (new tokens, context). `how` goes to `cost.step`. tokens: all new ones."""
-    return predict(step(config, rows, dtype, **how), device, dtype, tokens=sum(n for n, _ in rows))
+    config: ModelConfig, rows: Sequence[tuple[int, int]], device: Device, dtype: str = "bfloat16", *,
+    captured: bool = False, **how: Any,
+) -> Prediction:  # fmt: skip
+    """One step of rows (new tokens, context). `how` goes to `cost.step`. tokens: all new ones.
+
+    captured: the step is a CUDA graph, whose calls cost the host one launch together (lesson 07).
+    """
+    ops = step(config, rows, dtype, **how)
+    if captured:
+        ops = [replace(op, calls=int(i == 0)) for i, op in enumerate(ops)]
+    return predict(ops, device, dtype, tokens=sum(n for n, _ in rows))
 
 
 def predict_generation(
@@ -142,14 +149,15 @@ def predict_shape(shape: dict[str, Any], device: Device) -> Prediction:
     """A prediction from plain data, as records keep it.
 
     {"model": {ModelConfig fields}, "dtype": ..., "rows": [[new, context], ...], "kv_cache": true} for a step,
-    "prompts" and "new_tokens" in place of "rows" for a generation; "weights_as" with "rows" for quantised weights.
+    "prompts" and "new_tokens" in place of "rows" for a generation; with "rows" also "weights_as" for quantised weights
+    and "captured" for a CUDA graph.
     {"kernel": {fields of cost.Op}, "dtype": ...} for one launch of one kernel.
     """
     if "kernel" in shape:
         return predict(ops_of(shape), device, shape["dtype"])
     config, dtype, kv_cache = _read(shape)
     if "rows" in shape:
-        how = {"kv_cache": kv_cache, "weights_as": shape.get("weights_as")}
+        how = {"kv_cache": kv_cache, "weights_as": shape.get("weights_as"), "captured": shape.get("captured", False)}
         return predict_step(config, shape["rows"], device, dtype, **how)
     return predict_generation(config, shape["prompts"], shape["new_tokens"], device, dtype, kv_cache=kv_cache)
 
