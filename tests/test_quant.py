@@ -199,3 +199,15 @@ def test_bad_input_is_refused_in_words():
         with pytest.raises(MinillmError) as caught:
             call()
         assert words in str(caught.value)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_an_engine_of_quantised_weights_still_knows_the_capital(embedded_folder, scheme):
+    from minillm import LLM, SamplingParams
+
+    llm = LLM(embedded_folder, quantization=scheme, max_model_len=128)
+    assert all(type(layer.down) is QuantLinear for layer in llm.engine.model.layers)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].text
+    assert "Paris" in answer
