@@ -101,7 +101,7 @@ def merge_splits(partial: Tensor, lse: Tensor, dtype: torch.dtype = torch.float3
 
 AHEAD = [
     Ahead(
-        f"merge_splits {dtype} d={d}", _merge_splits, "elementwise",
+        f"merge_splits {dtype} d={d}", _merge_splits, "reduction",
         {"PARTIAL": "*fp32", "LSE": "*fp32", "OUT": f"*{dtype}", "TOTAL": "*fp32", "S": "i32"},
         {"D": d, "BLOCK_S": 16}, num_warps=4, num_stages=1,
     )
