@@ -288,3 +288,23 @@ def test_the_committed_report_is_of_the_shipped_text_and_the_embedded_model(embe
 def test_a_variant_whose_groups_do_not_fit_the_model_is_left_out():
     assert [v.name for v in quality.fitting(OTHER)] == ["int8", "int8+head", "int4", "int4+head"]
     assert quality.fitting(TINY) == list(quality.VARIANTS)
+
+
+def test_weights_that_were_coarse_before_are_named(tiny, monkeypatch):
+    """A checkpoint that was int4 once loses nothing to int4: the report passes, and says why."""
+    from minillm.quant import dequantize_int4
+
+    assert "note:" not in quality.show(judge(tiny))
+
+    def coarse():
+        weights = random_weights(TINY, std=0.15)
+        for layer in weights.layers:
+            for name in LINEARS:
+                setattr(layer, name, dequantize_int4(*quantize_int4(getattr(layer, name))))
+        return weights
+
+    source = quality.Source(TINY, coarse, "cpu")
+    monkeypatch.setattr(quality, "source_of", lambda o: (source, quality.fingerprint(coarse())))
+    text = quality.show(judge(tiny))
+    assert "note: int4 changes the weights" in text
+    assert "note: int8" not in text
