@@ -36,10 +36,9 @@ def _decode(
         shrink = tl.exp(top - new_top)
         p = tl.exp(scores - new_top[:, None])
         weight = weight * shrink + tl.sum(p, axis=1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
         top = new_top
-    out = (acc / weight[:, None]).to(OUT.dtype.element_ty)
-    tl.store(OUT + head[:, None] * D + d[None, :], out, mask=mine)
+    tl.store(OUT + head[:, None] * D + d[None, :], acc / weight[:, None], mask=mine)
 
 
 def paged_decode(q, k_pool, v_pool, block_tables, context_lens):
