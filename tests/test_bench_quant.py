@@ -306,5 +306,5 @@ def test_weights_that_were_coarse_before_are_named(tiny, monkeypatch):
     source = quality.Source(TINY, coarse, "cpu")
     monkeypatch.setattr(quality, "source_of", lambda o: (source, quality.fingerprint(coarse())))
     text = quality.show(judge(tiny))
-    assert "note: int4 changes the weights" in text
+    assert "note: int4 hardly changes the weights" in text
     assert "note: int8" not in text

@@ -185,7 +185,8 @@ def _measure(
     side = v.make(source, v)
     size, error, steps = weights_against(side.model, source.load())  # type: ignore[attr-defined]
     book.measured(f"weight_bytes.{v.name}", [size], unit="bytes")
-    book.measured(f"weight_error.{v.name}", [error], unit="1")
+    tiny = 1e-12  # a record's results are above 0
+    book.measured(f"weight_error.{v.name}", [max(error, tiny)], unit="1")
     book.check(f"{v.name}: every weight is within half a step", steps <= 0.5001, f"at most {steps:.4f} steps off")
     losses, same, divergence, apart = [], [], [], []
     for x, (a, b, first) in progress(list(zip(plain, cut, strict=True)), v.name):
@@ -199,7 +200,6 @@ def _measure(
     book.derive(f"perplexity_ratio.{v.name}", "ratio", [f"perplexity.{v.name}", f"perplexity.{options.dtype}"])
     names = [f"window_perplexity.{name}" for name in (v.name, options.dtype)]
     book.derive(f"window_ratio.{v.name}", "ratio", names)
-    tiny = 1e-12  # a record's results are above 0
     book.measured(f"agreement.{v.name}", [max(s, tiny) for s in same], unit="1", note="greedy tokens equal, by window")
     book.measured(f"kl.{v.name}", [max(d, tiny) for d in divergence], unit="nats a token", note="plain || quantised")
     book.measured(f"logit_difference.{v.name}", [max(d, tiny) for d in apart], unit="1", note="largest, by window")
@@ -273,7 +273,7 @@ def _already_coarse(record: dict[str, Any]) -> list[str]:
         expected = record["predictions"][f"weight_error.{name}"]["prediction"]["expected"]
         if error < expected / 2:
             lines.append(
-                f"  note: {name} changes the weights {expected / error:.0f} times less than rounding would: the "
+                f"  note: {name} hardly changes the weights (by {error:.4f}, rounding would by {expected:.4f}): the "
                 "checkpoint was on such a grid already, so this says nothing of other checkpoints"
             )
     return lines
