@@ -68,7 +68,7 @@ def test_the_stepper_shows_the_state_of_the_tile_it_stands_on():
 
 
 def test_lines_are_formulas_and_points_what_was_counted():
-    bytes_ = flash.bytes_figure([64, 128], {"naive": [10, 40], "flash": [5, 9]}, {"flash": {64: 5.5}})
+    bytes_ = flash.bytes_figure([64, 128], {"naive": [1e7, 4e7], "flash": [5e6, 9e6]}, {"flash": {64: 5.5e6}})
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in bytes_.axes[0].get_lines()]
     assert ([64, 128], [10, 40]) in drawn
     assert ([64], [5.5]) in drawn

@@ -218,18 +218,18 @@ def bytes_figure(
     lengths: Sequence[int], lines: Mapping[str, Sequence[float]], counted: Mapping[str, Mapping[int, float]],
     title: str = "",
 ) -> Figure:  # fmt: skip
-    """Bytes against length: formulas as lines, counted ones as points in the colour of their line."""
+    """Bytes against length, in MB: formulas as lines, counted ones as points in the colour of their line."""
     fig, (ax,) = style.figure(7.5, 4.2)
     for i, (name, values) in enumerate(lines.items()):
         color = style.PALETTE[i]
-        ax.plot(lengths, values, color=color, linestyle=style.LINES[i], linewidth=1.8, label=name)
+        ax.plot(lengths, [v / 1e6 for v in values], color=color, linestyle=style.LINES[i], linewidth=1.8, label=name)
         found = counted.get(name, {})
-        ax.plot(list(found), list(found.values()), style.MARKERS[i], color=color, markersize=7)
+        ax.plot(list(found), [v / 1e6 for v in found.values()], style.MARKERS[i], color=color, markersize=7)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     style.plain_ticks(ax, lengths)
     ax.legend(fontsize=style.SMALL, loc="upper left", frameon=False)
-    style.name_axes(ax, "tokens S", "bytes", title or "lines: formula; points: counted")
+    style.name_axes(ax, "tokens S", "moved (MB)", title or "lines: formula; points: counted")
     return fig
 
 
