@@ -165,7 +165,7 @@ def rope_kv_write(
     k = torch.empty((tokens, kv_heads, d), dtype=qkv.dtype, device=qkv.device)
     if tokens:
         scales = (k_pool, v_pool) if k_scale is None else (k_scale, v_scale)  # pointers that are not followed
-        config = pick("rope_kv", qkv.device)
+        config = pick("rope_kv", qkv.device, heads=heads)
         _rope_kv[(tokens, triton.cdiv(heads, config["BLOCK_HEADS"]))](
             qkv, cos, sin, positions, slots, q, k, k_pool, v_pool, *scales, num_heads, kv_heads,
             qkv.stride(0), qkv.stride(1), cos.stride(0), *k_pool.stride()[:3],
@@ -217,7 +217,7 @@ def _expect(qkv, cos, sin, positions, slots, k_pool, v_pool, num_heads, k_scale,
     return tokens, heads, d
 
 
-def _ahead(dtype: str, pool: str, d: int, quantised: int = 0) -> Ahead:
+def _ahead(dtype: str, pool: str, d: int, quantised: int = 0, heads: int = 32) -> Ahead:
     pointers = dict.fromkeys(("QKV", "COS", "SIN", "Q", "K"), f"*{dtype}") | {"POSITIONS": "*i64", "SLOTS": "*i64"}
     pools = dict.fromkeys(("K_POOL", "V_POOL"), f"*{pool}") | dict.fromkeys(("K_SCALE", "V_SCALE"), "*fp32")
     integers = dict.fromkeys(
@@ -227,15 +227,16 @@ def _ahead(dtype: str, pool: str, d: int, quantised: int = 0) -> Ahead:
     constants = {"HALF": d // 2, "BLOCK_SIZE": 16, "LARGEST": quantised, "BLOCK_HEADS": 8, "BLOCK_HALF": d // 2}
     targets = ("sm_90", "sm_100", "gfx942") if pool == "fp8e4nv" else ("sm_80", "sm_90", "sm_100", "gfx942")
     return Ahead(
-        f"rope_kv {dtype} pool={pool} d={d}", _rope_kv, "elementwise", pointers | pools | integers, constants,
-        num_warps=1, num_stages=1, targets=targets, wide=("pool_block",),
-        by_target={"gfx942": {"BLOCK_HEADS": 16}},
+        f"rope_kv {dtype} pool={pool} d={d} heads={heads}", _rope_kv, "elementwise", pointers | pools | integers,
+        constants, num_warps=1, num_stages=1, targets=targets, wide=("pool_block",),
+        by_target={target: pick("rope_kv", target, heads=heads) for target in targets},
     )  # fmt: skip
 
 
 AHEAD = [
     _ahead("bf16", "bf16", 64),
     _ahead("bf16", "bf16", 128),
+    _ahead("bf16", "bf16", 128, heads=48),
     _ahead("fp16", "fp16", 128),
     _ahead("bf16", "i8", 128, 127),
     _ahead("bf16", "fp8e4nv", 128, 448),

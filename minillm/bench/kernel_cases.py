@@ -1,6 +1,9 @@
 """What `bench kernels` runs: each kernel on shapes of real models, its float64 reference, its peers in torch.
 
-Bytes here are those of different addresses: what must cross the bus when the cache is cold. Lessons 04 to 06.
+Bytes here are those of different addresses: what must cross the bus when the cache is cold. Lessons 04 to 08.
+
+The linears of codes are timed beside torch's product of plain weights. That is the speed of a kernel on random weights
+and no claim about a model: `bench quant` makes those, and asks for a quality report first.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from minillm.kernels import configs
 from minillm.kernels.flash_prefill import flash_prefill
 from minillm.kernels.flash_prefill_eager import flash_prefill_reference
 from minillm.kernels.paged_decode import paged_decode, paged_decode_reference
+from minillm.kernels.quant_int4 import int4_linear, int4_linear_reference
+from minillm.kernels.quant_linear import int8_linear, int8_linear_reference
 from minillm.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from minillm.kernels.rope_kv import rope_kv_bytes, rope_kv_reference, rope_kv_write
 from minillm.kernels.sample import greedy, greedy_bytes, greedy_reference
 from minillm.kernels.swiglu import swiglu, swiglu_bytes, swiglu_reference
 from minillm.models.presets import preset
+from minillm.quant import SCHEMES, quantize_int4, quantize_int8
 from minillm.roofline.cost import Op
 
 MODELS = ("llama-3.1-8b", "qwen3-0.6b", "smollm2-135m")
@@ -89,6 +95,8 @@ def _of_model(
     for n in rows:
         yield from _elementwise(name, c, n)
     yield _greedy(name, c, 32 if rows[0] > 32 else rows[0])
+    for n in (1, 2, 4, 16) if rows[0] > 32 else rows:
+        yield from _codes(name, c, n)
     for n in prompts:
         yield _prefill(name, c, n)
     for batch, context in decodes:
@@ -178,6 +186,35 @@ def _greedy(model: str, c: ModelConfig, n: int) -> Case:
 
     asked = greedy_bytes(n, V, 2, configs.pick("sample", "cpu")["BLOCK"])  # with the best of each block, twice
     return Case("greedy", model, f"rows{n}", "", n * V * 2, n * 8, 0, best, "sample", asked)
+
+
+def _codes(model: str, c: ModelConfig, n: int) -> Iterator[Case]:
+    """The widest product of a layer, gate and up, with its weight in eight or four bits."""
+    n_in, n_out = c.hidden_size, 2 * c.intermediate_size
+
+    def int8(device: str, dtype: torch.dtype, seed: int) -> Inputs:
+        draw = _draw(device, dtype, seed)
+        x, plain = draw(n, n_in), draw(n_out, n_in) * 0.02
+        codes, scale = quantize_int8(plain)
+        scale = scale.to(dtype)
+        return Inputs(
+            lambda: (int8_linear(x, codes, scale),), lambda: (int8_linear_reference(x.double(), codes, scale),),
+            {"torch": lambda: F.linear(x, plain)},
+        )  # fmt: skip
+
+    def int4(device: str, dtype: torch.dtype, seed: int) -> Inputs:
+        draw = _draw(device, dtype, seed)
+        x, plain = draw(n, n_in), draw(n_out, n_in) * 0.02
+        stored = [t if t.dtype == torch.uint8 else t.to(dtype) for t in quantize_int4(plain)]
+        return Inputs(
+            lambda: (int4_linear(x, *stored),), lambda: (int4_linear_reference(x.double(), *stored),),
+            {"torch": lambda: F.linear(x, plain)},
+        )  # fmt: skip
+
+    flops, out = 2 * n * n_in * n_out, n * n_out * 2
+    for name, make in (("int8", int8), ("int4", int4)):
+        read = SCHEMES[name].weight_bytes(n_out, n_in) + n * n_in * 2
+        yield Case(f"{name}_linear", model, f"rows{n}", "read", read, out, flops, make)
 
 
 def _backend(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Callable[[], Tensor]:
