@@ -10,9 +10,13 @@ from matplotlib.patches import Rectangle
 from minillm.kernels.splits import split_range
 
 from minillm.errors import MinillmError
-from minillm.viz import paged, style
+from minillm.viz import block_tables, paged, style
 
-TABLES = {"A": paged.Table(37, [3, 9, 4]), "B": paged.Table(70, [17, 12, 2, 21, 7]), "C": paged.Table(16, [15])}
+TABLES = {
+    "A": block_tables.Table(37, [3, 9, 4]),
+    "B": block_tables.Table(70, [17, 12, 2, 21, 7]),
+    "C": block_tables.Table(16, [15]),
+}
 
 
 def boxes(ax, color=None):
@@ -35,18 +39,18 @@ def lines(ax):
 
 
 def test_pool_use_counts_every_slot_once():
-    use = paged.pool_use(TABLES, 24, 16)
-    assert use == paged.PoolUse(tokens=123, tail=9 * 16 - 123, free=15 * 16)
+    use = block_tables.pool_use(TABLES, 24, 16)
+    assert use == block_tables.PoolUse(tokens=123, tail=9 * 16 - 123, free=15 * 16)
     assert sum(use) == 24 * 16
 
 
 def test_block_table_figure_fills_as_much_as_there_are_tokens():
-    fig = paged.block_table_figure(TABLES, 24, 16)
+    fig = block_tables.block_table_figure(TABLES, 24, 16)
     left, right = fig.axes
     for i, (name, table) in enumerate(TABLES.items()):
-        filled = boxes(right, paged.COLORS[i].upper())
+        filled = boxes(right, block_tables.COLORS[i].upper())
         assert sum(p.get_width() for p in filled) == pytest.approx(0.9 * table.tokens / 16), name
-    free = [p for p in boxes(right, paged.FREE.upper()) if p.get_width() == 0.9]
+    free = [p for p in boxes(right, block_tables.FREE.upper()) if p.get_width() == 0.9]
     assert len(free) == 24  # one under each block, seen where nothing covers it
     numbers = [t.get_text() for t in left.texts]
     for table in TABLES.values():
@@ -56,7 +60,7 @@ def test_block_table_figure_fills_as_much_as_there_are_tokens():
 
 @pytest.mark.parametrize(("name", "position", "slot"), [("B", 53, 21 * 16 + 5), ("A", 0, 48), ("C", 15, 255)])
 def test_a_token_is_found_in_its_slot(name, position, slot):
-    fig = paged.block_table_figure(TABLES, 24, 16, find=(name, position))
+    fig = block_tables.block_table_figure(TABLES, 24, 16, find=(name, position))
     assert any(w.endswith(f"slot {slot}") for w in words(fig))
     (mark,) = boxes(fig.axes[1], "#000000")
     block, offset = divmod(slot, 16)
@@ -96,7 +100,7 @@ def test_steps_figure_in_milliseconds():
 @pytest.mark.parametrize(("parts", "busy"), [(1, 8), (8, 64), (16, 128), (17, 132), (33, 132)])
 def test_multiprocessors_that_have_work(parts, busy):
     fig = paged.multiprocessors_figure(8, [parts], 132)
-    idle = boxes(fig.axes[0], paged.FREE.upper())
+    idle = boxes(fig.axes[0], block_tables.FREE.upper())
     assert 132 - len(idle) == busy
     assert any(f"{8 * parts} programs,\n{busy} of 132 busy" in w for w in words(fig))
 
@@ -116,7 +120,7 @@ def test_split_figure_covers_each_token_once(context, splits):
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), block_size=st.sampled_from([16, 32, 64]))
 def test_the_explorer_loses_no_block(seed, block_size):
-    rng, pool = random.Random(seed), paged.Pool(12, block_size)
+    rng, pool = random.Random(seed), block_tables.Pool(12, block_size)
     for _ in range(40):
         rng.choice([lambda: pool.add(rng.randint(1, 200)), pool.step, lambda: pool.step(8), pool.finish])()
         pool.allocator.check()
@@ -131,7 +135,7 @@ def test_the_explorer_loses_no_block(seed, block_size):
 
 
 def test_explorer_says_who_waits_and_who_is_stuck():
-    pool = paged.Pool(3, 16)
+    pool = block_tables.Pool(3, 16)
     pool.finish()
     assert pool.said == "nobody is here"
     pool.add(48)
@@ -145,7 +149,7 @@ def test_explorer_says_who_waits_and_who_is_stuck():
 
 
 def test_the_widget_draws_what_its_buttons_do():
-    box = paged.block_table_explorer(8)
+    box = block_tables.block_table_explorer(8)
     size, tokens, buttons, said, picture = box.children
     first = bytes(picture.value)
     assert first.startswith(b"\x89PNG")
