@@ -66,12 +66,10 @@ def test_the_report_verifies_and_says_what_passed(tiny):
     assert record.verify(done) == []
     assert done["predicted_at"] <= done["measured_at"]
     for v in quality.VARIANTS:
-        assert (
-            done["results"][f"weight_bytes.{v.name}"]["median"]
-            == (done["predictions"][f"weight_bytes.{v.name}"]["prediction"]["expected"])
-        )
-        predicted = done["predictions"][f"weight_error.{v.name}"]["prediction"]["expected"]
-        assert 0.8 < done["results"][f"weight_error.{v.name}"]["median"] / predicted < 1.2  # these weights are normal
+        size, error, _ = (f"{quantity}.{v.name}" for quantity in v.judged)
+        assert done["results"][size]["median"] == done["predictions"][size]["prediction"]["expected"]
+        predicted = done["predictions"][error]["prediction"]["expected"]
+        assert 0.8 < done["results"][error]["median"] / predicted < 1.2  # weights, keys and values are about normal
     text = quality.show(done)
     assert text.count("passes") == len(quality.VARIANTS)
     coarse, fine = (done["results"][f"kl.{name}"]["median"] for name in ("int4", "int8"))
@@ -164,6 +162,77 @@ def test_predicted_bytes_are_those_of_the_roofline_and_of_the_model():
     assert next(op for op in coded if op.name == "lm_head") == next(op for op in plain if op.name == "lm_head")
     fast, slow = (predict_step(TINY, [(1, 10)], FAST, "float32", weights_as=w) for w in ("int8", None))
     assert fast.lower < slow.lower
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_quantised_cache_is_judged_like_weights(tiny):
+    """Bytes of a token as allocated; both formats change the answers; the gate is that of eight bits."""
+    done = judge(tiny)
+    c = TINY
+    plain = 2 * c.num_layers * c.num_kv_heads * c.head_dim * 4
+    eight = 2 * c.num_layers * c.num_kv_heads * (c.head_dim + 4)
+    assert done["results"]["kv_bytes.float32"]["median"] == plain
+    for name in ("kv-int8", "kv-fp8"):
+        assert done["results"][f"kv_bytes.{name}"]["median"] == eight
+        assert done["predictions"][f"perplexity_ratio.{name}"]["prediction"]["upper"] == quantities.GATES[8]
+        assert f"weight_bytes.{name}" not in done["results"]
+        assert done["results"][f"kl.{name}"]["median"] > 1e-9  # it is another cache, and not the plain one again
+    assert done["results"]["kv_error.kv-fp8"]["median"] > 3 * done["results"]["kv_error.kv-int8"]["median"]
+    assert f"kv-int8   {eight / 1e3:>7.2f} kB/t" in quality.show(done)
+
+
+def test_the_cache_that_is_judged_is_the_engines():
+    """A plain pool gives the plain logits, a quantised one others, and decoding agrees with reading at once."""
+    model = Transformer(TINY, random_weights(TINY, std=0.15))
+    plain = quality.EngineSide(model)
+    for kv, close in (("auto", True), ("int8", False), ("fp8", False)):
+        side = quality.PagedSide(model, kv, 64)
+        assert torch.allclose(side.logits(TEXT[:40]), plain.logits(TEXT[:40]), atol=1e-5) == close, kv
+        written = side.generate(TEXT[:8], 6)
+        for i, token in enumerate(written):
+            assert int(side.logits(TEXT[:8] + written[:i])[-1].argmax()) == token
+
+
+@pytest.mark.parametrize("scales", ["one for all heads", "too small"])
+def test_a_wrong_scale_of_the_cache_fails_the_report(tiny, monkeypatch, scales):
+    from minillm.cache import pool
+
+    def wrong(x, dtype):
+        stored, scale = pool.quantize_kv(x, dtype)
+        return stored, scale.mean(-1, keepdim=True).expand_as(scale) if scales[0] == "o" else scale * 0.98
+
+    monkeypatch.setattr(quality, "quantize_kv", wrong)
+    failed = {f.key for f in record.verify(judge(tiny))}
+    assert "checks/kv-int8: every entry is within half a step" in failed
+    assert "checks/int8: every weight is within half a step" not in failed
+
+
+def test_a_wrong_paged_cache_fails_the_report(tiny, monkeypatch):
+    from minillm.attention import paged
+
+    def one_late(pool, layer, k, v, slots):
+        real(pool, layer, k.roll(1, 0), v, slots)
+
+    real = paged.write_slots
+    monkeypatch.setattr(paged, "write_slots", one_late)
+    assert "checks/a paged cache that is not quantised changes nothing" in {f.key for f in record.verify(judge(tiny))}
+
+
+def test_predicted_errors_of_a_cache_hold_for_normal_values():
+    from minillm.cache.pool import KV_DTYPES, dequantize_kv, quantize_kv
+
+    x = torch.randn(4096, 64, generator=torch.Generator().manual_seed(0))
+    shape = {"quantity": "kv_error", "model": vars(TINY) | {"head_dim": 64}, "dtype": "float32"}
+    for kv, dtype in KV_DTYPES.items():
+        error = (dequantize_kv(*quantize_kv(x, dtype)) - x).norm() / x.norm()
+        predicted = quantities.predict_quantity(shape | {"kv": kv})
+        assert 0.95 < float(error) / predicted["expected"] < 1.05
+        alone = torch.zeros(64, 64) + torch.eye(64) * 1000 + 3.9 * (1 - torch.eye(64))  # nearly all energy in one entry
+        assert (dequantize_kv(*quantize_kv(alone, dtype)) - alone).norm() / alone.norm() < predicted["upper"]
+    with pytest.raises(MinillmError, match="cannot be predicted"):
+        quantities.predict_quantity(shape | {"kv": "int2"})
 
 
 # The gate -------------------------------------------------------------------------------------------------------------
@@ -286,7 +355,7 @@ def test_the_committed_report_is_of_the_shipped_text_and_the_embedded_model(embe
 
 
 def test_a_variant_whose_groups_do_not_fit_the_model_is_left_out():
-    assert [v.name for v in quality.fitting(OTHER)] == ["int8", "int8+head", "int4", "int4+head"]
+    assert [v.name for v in quality.fitting(OTHER)] == ["int8", "int8+head", "int4", "int4+head", "kv-int8", "kv-fp8"]
     assert quality.fitting(TINY) == list(quality.VARIANTS)
 
 

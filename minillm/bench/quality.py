@@ -4,35 +4,34 @@ Each variant reads a text that ships with the project, in sliding windows, besid
 of tokens at which the two would choose the same, KL divergence, largest difference of a logit. Then both write on from
 some prompts, token by token through the cache, until they part.
 
-A variant is a name, the scheme of its weights, and a function that makes a `Side`. A quantised KV cache is one more
-entry of VARIANTS whose side attends through another cache.
+A variant quantises the weights or the KV cache; sides.py has the two kinds of models. Gates are in
+roofline/quantities.py, chosen before measuring and sealed with the predictions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minillm.attention.causal import NoCacheAttention
-from minillm.attention.protocol import Batch, Row
 from minillm.bench.common import Options, progress, recorder
+from minillm.bench.ladder import TOLERANCE
+from minillm.bench.sides import EngineSide, PagedSide, Side, Source
+from minillm.cache.pool import KV_DTYPES, SMALLEST_AMAX, KVPool, dequantize_kv, quantize_kv
 from minillm.config import ModelConfig
 from minillm.models import hub
 from minillm.models.linear import Linear
 from minillm.models.transformer import Transformer
 from minillm.models.weights import Weights, load_weights
-from minillm.quant import LINEARS, ROUNDING, QuantLinear, quantize_model, scheme_of
-from minillm.request import Request, SamplingParams
+from minillm.quant import LINEARS, ROUNDING, QuantLinear, scheme_of
 from minillm.roofline.device import this_machine
 from minillm.roofline.record import Recorder
-from minillm.runner import CachedRunner
 
 TEXT = Path(__file__).with_name("quality_text.txt")  # written for this project, CC0
 WINDOW, STRIDE = 512, 256  # a token is judged with at least WINDOW - STRIDE tokens before it, but for the first window
@@ -41,76 +40,45 @@ PROMPTS = 8
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model that can be loaded again and again: the variants must start from the same weights."""
-
-    config: ModelConfig
-    load: Callable[[], Weights]
-    device: str
-
-    def transformer(self, scheme: str | None = None, head: bool = False) -> Transformer:
-        on_cpu = self.device == "cpu"
-        model = Transformer(self.config, self.load(), pack=on_cpu and scheme is None)
-        return model if scheme is None else quantize_model(model, scheme, head=head)
-
-
-class Side(Protocol):
-    def logits(self, tokens: list[int], begin: int = 0) -> Tensor:
-        """Scores after each token of a sequence, from token `begin` on: [T - begin, V] fp32."""
-
-    def generate(self, prompt: list[int], count: int) -> list[int]:
-        """Greedy tokens after the prompt, one step at a time, through the variant's own decode path."""
-
-
-class EngineSide:
-    """A transformer with a contiguous cache."""
-
-    def __init__(self, model: Transformer):
-        self.model = model
-
-    def logits(self, tokens: list[int], begin: int = 0) -> Tensor:
-        batch = Batch.build([Row(0, 0, len(tokens))], tokens, self.model.device)
-        return self.model.logits(self.model.forward(batch, NoCacheAttention())[begin:]).float()
-
-    def generate(self, prompt: list[int], count: int) -> list[int]:
-        greedy = SamplingParams(temperature=0.0, max_tokens=count)
-        request = Request("quality", list(prompt), greedy, seed=0, max_tokens=count)
-        runner = CachedRunner(self.model)
-        runner.start([request])
-        written: list[int] = []
-        for _ in range(count):
-            written.append(int(runner.forward([request])[0].argmax()))
-            request.output_token_ids.append(written[-1])
-        return written
-
-
-@dataclass(frozen=True)
 class Variant:
-    """name: a key of the record; scheme: of its weights; head: whether the head is quantised too."""
+    """name: a key of the record. scheme: of the weights (head: of the head too); or kv: of the cache."""
 
     name: str
-    scheme: str
-    make: Callable[[Source, Variant], Side]
+    scheme: str | None = None
     head: bool = False
+    kv: str | None = None
 
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """What is predicted of it."""
+        return (*(("weight_bytes", "weight_error") if self.scheme else ("kv_bytes", "kv_error")), "perplexity_ratio")
 
-def weight_only(source: Source, variant: Variant) -> EngineSide:
-    return EngineSide(source.transformer(variant.scheme, variant.head))
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"scheme": self.scheme, "head": self.head} if self.scheme else {"kv": self.kv}
+
+    def make(self, source: Source) -> Side:
+        if self.kv is None:
+            return EngineSide(source.transformer(self.scheme, self.head))
+        return PagedSide(source.transformer(), self.kv, max(WINDOW, PROMPT + NEW))
 
 
 VARIANTS = (
-    Variant("int8", "int8", weight_only),
-    Variant("int8+head", "int8", weight_only, head=True),
-    Variant("int4", "int4", weight_only),
-    Variant("int4-g64", "int4-g64", weight_only),
-    Variant("int4+head", "int4", weight_only, head=True),
+    Variant("int8", "int8"),
+    Variant("int8+head", "int8", head=True),
+    Variant("int4", "int4"),
+    Variant("int4-g64", "int4-g64"),
+    Variant("int4+head", "int4", head=True),
+    Variant("kv-int8", kv="int8"),
+    Variant("kv-fp8", kv="fp8"),
 )
 
 
 def fitting(config: ModelConfig) -> list[Variant]:
     """The variants whose groups divide every matrix of the model."""
     widths = {config.hidden_size, config.q_size, config.intermediate_size}
-    return [v for v in VARIANTS if all(w % (scheme_of(v.scheme).group or 1) == 0 for w in widths)]
+    fits = lambda v: v.scheme is None or all(w % (scheme_of(v.scheme).group or 1) == 0 for w in widths)
+    return [v for v in VARIANTS if fits(v)]
 
 
 def source_of(options: Options) -> tuple[Source, str]:
@@ -160,9 +128,9 @@ def run(options: Options) -> dict[str, Any]:
         variants=[v.name for v in variants], timer="none: nothing here is a time",
     )  # fmt: skip
     for v in variants:
-        shape = {"model": asdict(source.config), "dtype": options.dtype, "scheme": v.scheme, "head": v.head}
-        for quantity in ("weight_bytes", "weight_error", "perplexity_ratio"):
-            book.expect(f"{quantity}.{v.name}", quantity, **shape)
+        for quantity in v.judged:
+            book.expect(f"{quantity}.{v.name}", quantity, model=asdict(source.config), dtype=options.dtype, **v.shape)
+    book.expect(f"kv_bytes.{options.dtype}", "kv_bytes", model=asdict(source.config), dtype=options.dtype, kv="auto")
     options.out(f"predictions sealed: sha256 {book.seal()}")
 
     base = EngineSide(source.transformer())
@@ -173,21 +141,39 @@ def run(options: Options) -> dict[str, Any]:
     book.check("each token but the first is judged once", judged == len(tokens) - 1, f"{judged} of {len(tokens)}")
     losses = [_losses(x.float(), tokens[first:b]) for x, (_, b, first) in zip(plain, cut, strict=True)]
     _perplexities(book, options.dtype, losses)
+    paged = PagedSide(base.model, "auto", max(WINDOW, PROMPT + NEW))
+    (a, b, first), limit = cut[0], TOLERANCE[options.dtype]
+    off = ((paged.logits(tokens[a:b], first - 1 - a)[:-1] - plain[0].float()).abs().max() / plain[0].abs().max()).item()
+    detail = f"largest difference {off:.1e} of the largest logit, allowed {limit:.0e}"
+    book.check("a paged cache that is not quantised changes nothing", off <= limit, detail)
+    book.measured(f"kv_bytes.{options.dtype}", [paged.token_bytes], unit="bytes a token")
     for v in variants:
-        _measure(book, v, source, tokens, cut, plain, texts, written, options)
+        side = v.make(source)
+        _stored(book, v, side, source, paged.pool, min(b - a, WINDOW))
+        _measure(book, v, side, tokens, cut, plain, texts, written, options)
     return book.finish()
 
 
-def _measure(
-    book: Recorder, v: Variant, source: Source, tokens: list[int], cut: list[tuple[int, int, int]],
-    plain: list[Tensor], texts: list[list[int]], written: list[list[int]], options: Options,
-) -> None:  # fmt: skip
-    side = v.make(source, v)
-    size, error, steps = weights_against(side.model, source.load())  # type: ignore[attr-defined]
-    book.measured(f"weight_bytes.{v.name}", [size], unit="bytes")
+def _stored(book: Recorder, v: Variant, side: Side, source: Source, plain: KVPool, length: int) -> None:
+    """Bytes of what was quantised, and how far it is from the plain: weights, or keys and values of `length` tokens."""
     tiny = 1e-12  # a record's results are above 0
+    if isinstance(side, PagedSide):
+        error, steps = kv_against(plain, str(v.kv), length)
+        book.measured(f"kv_bytes.{v.name}", [side.token_bytes], unit="bytes a token")
+        book.measured(f"kv_error.{v.name}", [max(error, tiny)], unit="1")
+        book.check(f"{v.name}: every entry is within half a step", steps <= 0.5001, f"at most {steps:.4f} steps off")
+        return
+    size, error, steps = weights_against(side.model, source.load())
+    book.measured(f"weight_bytes.{v.name}", [size], unit="bytes")
     book.measured(f"weight_error.{v.name}", [max(error, tiny)], unit="1")
     book.check(f"{v.name}: every weight is within half a step", steps <= 0.5001, f"at most {steps:.4f} steps off")
+
+
+def _measure(
+    book: Recorder, v: Variant, side: Side, tokens: list[int], cut: list[tuple[int, int, int]],
+    plain: list[Tensor], texts: list[list[int]], written: list[list[int]], options: Options,
+) -> None:  # fmt: skip
+    tiny = 1e-12
     losses, same, divergence, apart = [], [], [], []
     for x, (a, b, first) in progress(list(zip(plain, cut, strict=True)), v.name):
         p, q = x.float(), side.logits(tokens[a:b], first - 1 - a)[:-1]
@@ -239,6 +225,23 @@ def weights_against(model: Transformer, plain: Weights) -> tuple[int, float, flo
     return size, math.sqrt(wrong / energy), worst
 
 
+def kv_against(plain: KVPool, kv_dtype: str, length: int) -> tuple[float, float]:
+    """(relative error, largest error in steps) of storing the first `length` tokens of a plain pool in eight bits.
+
+    A step of int8 is the head's scale. One of e4m3 is 2^(e-3) scales in the octave of 2^e, and 2^-9 below 2^-6.
+    """
+    wrong, energy, worst = 0.0, 0.0, 0.0
+    for pool in (plain.k, plain.v):
+        x = pool[:, 1:].flatten(1, 2)[:, :length].float()  # block 0 is padding
+        stored, scale = quantize_kv(x, KV_DTYPES[kv_dtype])
+        off = (dequantize_kv(stored, scale) - x).double()
+        codes = (x / scale.unsqueeze(-1).clamp_min(SMALLEST_AMAX)).double()
+        step = torch.ones_like(codes) if kv_dtype == "int8" else codes.abs().clamp_min(2**-6).log2().floor().exp2() / 8
+        wrong, energy = wrong + off.square().sum().item(), energy + x.double().square().sum().item()
+        worst = max(worst, (off.abs() / (step * scale.unsqueeze(-1))).max().item())
+    return math.sqrt(wrong / energy), worst
+
+
 def show(record: dict[str, Any]) -> str:
     """The record as text: one line a variant, and whether it passes its gate."""
     setup, results = record["setup"], record["results"]
@@ -246,32 +249,44 @@ def show(record: dict[str, Any]) -> str:
     lines = [
         f"{setup['model']}, {setup['dtype']}: perplexity {base:.3f} on {setup['tokens']} tokens, windows of "
         f"{setup['window']}",
-        f"  {'variant':<10}{'bytes':>11}{'weight error':>22}{'perplexity':>12}{'gate':>7}{'':>8}{'agree':>8}{'KL':>10}"
+        f"  {'variant':<10}{'bytes':>11}{'error':>22}{'perplexity':>12}{'gate':>7}{'':>8}{'agree':>8}{'KL':>10}"
         f"{'logits':>8}  parts at",
     ]
     for name in setup["variants"]:
         ratio, gate = record["derived"][f"perplexity_ratio.{name}"]["median"], _gate(record, name)
-        parts, error = results[f"first_difference.{name}"], results[f"weight_error.{name}"]["median"]
-        expected = record["predictions"][f"weight_error.{name}"]["prediction"]["expected"]
+        parts = results[f"first_difference.{name}"]
+        error, expected = _error(record, name)
+        if (kv := f"kv_bytes.{name}") in results:
+            size = f"{results[kv]['median'] / 1e3:>7.2f} kB/t"
+        else:
+            size = f"{results[f'weight_bytes.{name}']['median'] / 1e6:>8.1f} MB  "
         lines.append(
-            f"  {name:<10}{results[f'weight_bytes.{name}']['median'] / 1e6:>8.1f} MB"
-            f"{error:>9.4f} (pred. {expected:.4f})"
+            f"  {name:<10}{size}"
+            f"{error:>8.4f} (pred. {expected:.4f})"
             f"{ratio:>12.4f}{gate:>7.2f}{'  passes' if ratio <= gate else '   FAILS'}"
             f"{results[f'agreement.{name}']['median']:>8.1%}{results[f'kl.{name}']['median']:>10.5f}"
             f"{results[f'logit_difference.{name}']['max']:>8.2f}  token {parts['median']:g} of {setup['new']}"
         )
+    plain = results.get(f"kv_bytes.{setup['dtype']}")
+    if plain is not None:
+        lines.append(f"  kB/t: of keys and values a token; {plain['median'] / 1e3:.2f} in {setup['dtype']}")
     lines += _already_coarse(record)
     lines += [f"  check  {'ok  ' if c['passed'] else 'FAIL'}  {c['name']}: {c['detail']}" for c in record["checks"]]
     return "\n".join(lines)
+
+
+def _error(record: dict[str, Any], name: str) -> tuple[float, float]:
+    """Measured and predicted error of what a variant quantises."""
+    key = next(k for k in (f"weight_error.{name}", f"kv_error.{name}") if k in record["results"])
+    return record["results"][key]["median"], record["predictions"][key]["prediction"]["expected"]
 
 
 def _already_coarse(record: dict[str, Any]) -> list[str]:
     """Weights that lie on a grid like the codes' lose nothing to it. That passes a gate, and must be said."""
     lines = []
     for name in record["setup"]["variants"]:
-        error = record["results"][f"weight_error.{name}"]["median"]
-        expected = record["predictions"][f"weight_error.{name}"]["prediction"]["expected"]
-        if error < expected / 2:
+        error, expected = _error(record, name)
+        if error < expected / 2 and f"weight_error.{name}" in record["results"]:
             lines.append(
                 f"  note: {name} hardly changes the weights (by {error:.4f}, rounding would by {expected:.4f}): the "
                 "checkpoint was on such a grid already, so this says nothing of other checkpoints"

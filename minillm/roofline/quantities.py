@@ -1,4 +1,4 @@
-"""Predictions that are no times: bytes of quantised weights, their error, what it may do to perplexity. Lesson 08.
+"""Predictions that are no times: bytes of quantised weights and caches, their error, what it may do. Lesson 08.
 
 Each is a function of plain data, so that a record's prediction can be worked out again. Lower bound, expectation and
 upper bound, as for times; a result below its lower bound is an error in the measurement.
@@ -17,22 +17,35 @@ from minillm.roofline.cost import element_size
 # The most that perplexity may grow on the text that ships with the project before a speed may be shown: a choice, made
 # before measuring. int8 must be as good as free. For int4, rounded to the nearest in groups of 128, Lin et al. (2023,
 # table 4) report a growth of about 5 % for a 7 B model, and small models lose more; twice that is the end of useful.
+# A KV cache in eight bits, int8 or fp8, has the gate of eight bits.
 GATES = {8: 1.01, 4: 1.10}
 
 
 def predict_quantity(shape: dict[str, Any]) -> dict[str, float]:
-    """{"lower", "expected", "upper"} of {"quantity": a name, "scheme": ..., ...}. Raises MinillmError for others."""
-    known = {"weight_bytes": _weight_bytes, "weight_error": _weight_error, "perplexity_ratio": _perplexity_ratio}
+    """{"lower", "expected", "upper"} of {"quantity": name, "scheme" or "kv": ...}. Raises MinillmError for others."""
+    known = {
+        "weight_bytes": _weight_bytes, "weight_error": _weight_error, "kv_bytes": _kv_bytes, "kv_error": _kv_error,
+        "perplexity_ratio": _perplexity_ratio,
+    }  # fmt: skip
     try:
         return known[shape["quantity"]](shape)
     except (KeyError, TypeError, AttributeError) as error:
         raise MinillmError(f"this quantity cannot be predicted ({error}); known are {', '.join(known)}") from None
 
 
+def _config(shape: dict[str, Any]) -> ModelConfig:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in shape["model"].items()}
+    return ModelConfig(**values)
+
+
+def _largest(n: float) -> float:
+    """The expected largest of n standard normal values, by Blom's formula (1958)."""
+    return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
+
+
 def _matrices(shape: dict[str, Any]) -> list[tuple[int, int, int]]:
     """(outputs, inputs, bias elements) of every quantised matrix of the model."""
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in shape["model"].items()}
-    c = ModelConfig(**values)
+    c = _config(shape)
     qkv = c.q_size + 2 * c.kv_size
     layer = [
         (qkv, c.hidden_size, qkv if c.attention_bias else 0),
@@ -56,27 +69,53 @@ def _weight_error(shape: dict[str, Any]) -> dict[str, float]:
     """Root of the mean square error of a weight, over the root of its mean square, for normal weights.
 
     Rounding is off by step / sqrt(12). The step of int8 is the largest of n magnitudes / 127, that of int4 the range of
-    a group / 15; the expected largest of n normal values is taken by Blom's formula (1958). At worst all of a row's
-    energy is in one weight (int8), of a group's in two (int4), and every other weight is off by half a step.
+    a group / 15. At worst all of a row's energy is in one weight (int8), of a group's in two (int4), and every other
+    weight is off by half a step.
     """
     from minillm.quant import scheme_of
 
     scheme = scheme_of(shape["scheme"])
-    largest = lambda n: NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
     expected = worst = count = 0.0
     for n_out, n_in, _ in _matrices(shape):
         if scheme.group:
-            step, most = 2 * largest(scheme.group) / 15, math.sqrt(2 * scheme.group) / 15
+            step, most = 2 * _largest(scheme.group) / 15, math.sqrt(2 * scheme.group) / 15
         else:
-            step, most = largest(2 * n_in) / 127, math.sqrt(n_in) / 127
+            step, most = _largest(2 * n_in) / 127, math.sqrt(n_in) / 127
         expected += n_out * n_in * step**2 / 12
         worst += n_out * n_in * most**2 / 4
         count += n_out * n_in
     return {"lower": 0.0, "expected": math.sqrt(expected / count), "upper": math.sqrt(worst / count)}
 
 
+def _kv_bytes(shape: dict[str, Any]) -> dict[str, float]:
+    """Bytes that a token leaves in a paged cache, scales included: exact. kv: "auto", "int8" or "fp8"."""
+    from minillm.cache.pool import block_bytes
+
+    total = float(block_bytes(_config(shape), 1, element_size(shape["dtype"]), shape["kv"]))
+    return {"lower": total, "expected": total, "upper": total}
+
+
+def _kv_error(shape: dict[str, Any]) -> dict[str, float]:
+    """Root of the mean square error of an entry over the root of its mean square, for normal keys and values.
+
+    A head's largest of d magnitudes becomes the largest number of the format. int8: a step is that / 127, and at worst
+    all energy is in one entry, as for weights. fp8 (e4m3): between 2^e and 2^(e+1) a step is 2^e / 8, so small values
+    have small steps, and at worst every value is off by 1/16 of itself.
+    """
+    c = _config(shape)
+    largest = _largest(2 * c.head_dim)
+    if shape["kv"] == "int8":
+        return {"lower": 0.0, "expected": largest / 127 / math.sqrt(12), "upper": math.sqrt(c.head_dim) / 127 / 2}
+    if shape["kv"] != "fp8":
+        raise KeyError(f"a cache of {shape['kv']!r}")
+    within = lambda e: 2 * NormalDist(sigma=448 / largest).cdf(2.0**e) - 1  # share of magnitudes below 2^e
+    squares = sum((within(e + 1) - within(e)) * (2.0**e / 8) ** 2 / 12 for e in range(-6, 9))
+    return {"lower": 0.0, "expected": math.sqrt(squares) / (448 / largest), "upper": 1 / 16}
+
+
 def _perplexity_ratio(shape: dict[str, Any]) -> dict[str, float]:
     """Quantised over plain. No theory gives it: the upper bound is the gate, and the hope is no loss."""
     from minillm.quant import scheme_of
 
-    return {"lower": 0.0, "expected": 1.0, "upper": GATES[scheme_of(shape["scheme"]).bits]}
+    bits = 8 if "kv" in shape else scheme_of(shape["scheme"]).bits
+    return {"lower": 0.0, "expected": 1.0, "upper": GATES[bits]}
