@@ -118,6 +118,15 @@ def test_wrong_kernels_and_fakes(name, tmp_path):
     assert words in notes(result)
 
 
+def test_a_failed_case_names_the_argument_and_its_strides(tmp_path):
+    result = evaluate(
+        LESSON.tasks[0], here(GOOD.replace("columns, mask=mask)\n    tl.store", "columns)\n    tl.store"), tmp_path)
+    )
+    assert result.outcomes[0].given == "x = float32[3, 100]"
+    assert "the first is X + 100, and X is [3, 100] with strides [103, 1]." in result.outcomes[1].problem
+    assert "line 9: x = tl.load" in result.outcomes[1].problem
+
+
 def test_an_endless_kernel_is_stopped_by_the_time_limit():
     loop = GOOD.replace("    mask =", "    while True: pass\n    mask =")
     results, _ = graded(SETUP, loop, PLAIN)

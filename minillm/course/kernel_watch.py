@@ -36,7 +36,9 @@ class Region:
 
     def __init__(self, name: str, tensor: torch.Tensor, owned: Any):
         storage = tensor.untyped_storage()
-        self.name, self.shape, self.itemsize = name, list(tensor.shape), tensor.element_size()
+        self.name, self.itemsize, self.shape = name, tensor.element_size(), str(list(tensor.shape))
+        if not tensor.is_contiguous():
+            self.shape += f" with strides {list(tensor.stride())}"
         self.first, self.start = tensor.data_ptr(), storage.data_ptr()
         self.end, self.owned = self.start + storage.nbytes(), owned
 

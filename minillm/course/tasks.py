@@ -230,7 +230,8 @@ def _shown(task: Task, case: Case) -> str:
     args = list(case.args())
     for function, skip in ((case.run, 1), (task.reference, 0)):
         try:
-            names = list(inspect.signature(function).parameters)[skip:] if function else []
+            parameters = list(inspect.signature(function).parameters.values())[skip:] if function else []
+            names = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
         except (TypeError, ValueError):
             names = []
         if args and len(names) == len(args):
