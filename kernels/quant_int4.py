@@ -171,7 +171,8 @@ AHEAD = [
         _int4_matvec if rows <= FEW else _int4_matmul, "matvec" if rows <= FEW else "matmul",
         {"X": f"*{dtype}", "W": "*u8", "SCALE": "*bf16", "ZERO": "*bf16", "OUT": f"*{dtype}"} | _SIZES,
         {"GROUP": group}, loops=rows > FEW, wide=("stride_x", "stride_w", "stride_s", "stride_z"),
-        by_target={target: _config(rows, group, target) for target in TARGETS},
+        targets=(these := tuple(t for t in TARGETS if ("ROWS" in _config(rows, group, t)) == (rows <= FEW))),
+        by_target={t: _config(rows, group, t) for t in these},
     )
     for dtype, group, counts in (("bf16", 32, (1, 4, 16, 64, 512)), ("fp16", 64, (1, 64)), ("bf16", 128, (1, 512)))
     for rows in counts

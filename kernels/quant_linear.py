@@ -122,7 +122,8 @@ AHEAD = [
         _int8_matvec if rows <= FEW else _int8_matmul, "matvec" if rows <= FEW else "matmul",
         {"X": f"*{dtype}", "W": "*i8", "SCALE": f"*{scale}", "OUT": f"*{dtype}"} | _SIZES, {},
         loops=rows > FEW, wide=("stride_x", "stride_w"),
-        by_target={target: pick("int8_linear", target, N=rows) for target in TARGETS},
+        targets=(these := tuple(t for t in TARGETS if ("ROWS" in pick("int8_linear", t, N=rows)) == (rows <= FEW))),
+        by_target={t: pick("int8_linear", t, N=rows) for t in these},
     )
     for dtype, scale, counts in (("bf16", "bf16", (1, 4, 16, 64, 512)), ("fp16", "fp32", (1, 64)))
     for rows in counts
