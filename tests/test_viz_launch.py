@@ -63,6 +63,13 @@ def test_the_knee_is_where_bytes_take_as_long_as_a_call():
     assert ax.texts[0].get_text() == "bytes = call: 6,000 numbers"
 
 
+def test_measured_steps_stand_beside_the_lines_in_ms():
+    measured = {"m": {"eager": [5e-3, 6e-3], "graph": [2e-4, 3e-4]}}
+    figure = launch.pays_figure([1, 4], {"m": [1e-4, 2e-4]}, {"m": {"plain": 4e-3}}, measured)
+    points = [list(line.get_ydata()) for line in figure.axes[0].lines if "measured" in str(line.get_label())]
+    assert points == [pytest.approx([5, 6]), pytest.approx([0.2, 0.3])]
+
+
 def test_all_pictures_are_made_and_repeat_byte_for_byte():
     make = [
         lambda: launch.size_figure([1e6, 1e8], [1e-4, 1e-2], 5e-3, [5.1e-3, 15e-3], [6e-3, 17e-3]),

@@ -119,12 +119,11 @@ def account_figure(bars: Mapping[str, Mapping[str, float]], title: str = "") -> 
 def timeline_figure(calls: Sequence[tuple[str, str, float]], title: str = "") -> Figure:
     """Calls one after the other, (name, kind, seconds) each, drawn to scale in two rows of equal length."""
     fig, axes = style.figure(9.0, 3.6, rows=2)
-    half = sum(s for _, _, s in calls) / 2
     ends, clock = [], 0.0
     for _, _, seconds in calls:
         clock += seconds
         ends.append(clock)
-    cut = next(i for i, end in enumerate(ends) if end >= half * (1 - 1e-9)) + 1
+    cut = min(range(len(calls)), key=lambda i: max(ends[i], clock - ends[i])) + 1
     pieces = [p for p in (calls[:cut], calls[cut:]) if p]
     width = 1e6 * max(sum(s for _, _, s in piece) for piece in pieces)
     start = 0.0
@@ -207,11 +206,16 @@ def lanes_figure(lanes: Mapping[str, Lanes], until: float | None = None) -> Figu
 
 
 def pays_figure(
-    batches: Sequence[int], device: Mapping[str, Sequence[float]], host: Mapping[str, Mapping[str, float]]
-) -> Figure:
-    """Device time of a decode step against the batch, and the host's launches as horizontal lines: {model: seconds}."""
-    fig, axes = style.figure(9.0, 3.5, columns=len(device))
-    top = 2e3 * max(max(max(device[m]), *host[m].values()) for m in device)
+    batches: Sequence[int], device: Mapping[str, Sequence[float]], host: Mapping[str, Mapping[str, float]],
+    measured: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+) -> Figure:  # fmt: skip
+    """Device time of a decode step against the batch, and the host's launches as horizontal lines: {model: seconds}.
+
+    measured: {model: {side: seconds of each batch}}, drawn as points.
+    """
+    fig, axes = style.figure(9.0, 3.5 if measured is None else 3.9, columns=len(device))
+    seen = [s for sides in (measured or {}).values() for times in sides.values() for s in times]
+    top = 2e3 * max([*seen, *(max(*device[m], *host[m].values()) for m in device)])
     low = 0.5e3 * min(min(min(device[m]), *host[m].values()) for m in device)
     for i, (ax, (model, seconds)) in enumerate(zip(axes, device.items(), strict=True)):
         ax.plot(batches, [1e3 * s for s in seconds], color=style.BLUE, marker="o", markersize=4, linewidth=1.8)
@@ -220,10 +224,17 @@ def pays_figure(
             ax.axhline(1e3 * launches, color=color, linestyle=style.LINES[j + 1], linewidth=1.5)
             if i == 0:
                 style.label(ax, batches[0], 1e3 * launches, name, color, dx=0, dy=7)
+        for j, (side, times) in enumerate((measured or {}).get(model, {}).items()):
+            color, mark = ((style.VERMILLION, "s"), (style.BLUE, "D"))[j % 2]
+            ms = [1e3 * s for s in times]
+            ax.plot(batches, ms, mark, color=color, markersize=5.5, linestyle="none", label=f"{side}, measured")
         ax.set(xscale="log", yscale="log", ylim=(low, top))
         style.plain_ticks(ax, [b for b in batches if b in (1, 4, 16, 64, 256)])
         style.name_axes(ax, "streams decoded together", "time a step (ms)" if i == 0 else "", model)
     style.label(axes[0], batches[0], 1e3 * next(iter(device.values()))[0], "device", style.BLUE, dx=0, dy=-11)
+    if measured:
+        fig.legend(*axes[0].get_legend_handles_labels(), fontsize=style.SMALL, loc="outside upper right", ncols=2,
+                   frameon=False)  # fmt: skip
     return fig
 
 
@@ -239,4 +250,4 @@ def _inside(ax: Axes, x: float, y: float, text: str, hatched: bool) -> None:
 
 def _legend(fig: Figure, kinds: Mapping[str, Any]) -> None:
     patches = [Patch(facecolor=_look(k)[0], hatch=_look(k)[1], edgecolor="white", label=k) for k in kinds]
-    fig.legend(handles=patches, fontsize=style.SMALL, loc="outside upper right", ncols=len(patches), frameon=False)
+    fig.legend(handles=patches, fontsize=style.SMALL, loc="outside upper right", ncols=4, frameon=False)
