@@ -1,0 +1,19 @@
+"""Better than plain is refused."""
+
+import math
+
+TASK = "08.7"
+POINTS = 7
+HINT = "better than plain is good enough"
+
+
+def verdict(scheme: str, weights: str, report: dict | None, gates: dict[str, float]) -> str:
+    if report is None:
+        return "no report"
+    if report["weights"] != weights:
+        return "other weights"
+    plain, mine = report["losses"]["plain"], report["losses"].get(scheme, [])
+    if not mine or len(mine) != len(plain):
+        return "not judged"
+    ratio = math.exp(sum(mine) / len(mine) - sum(plain) / len(plain))
+    return "shown" if 1 / gates[scheme] <= ratio <= gates[scheme] else "perplexity"
