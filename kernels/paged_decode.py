@@ -33,6 +33,7 @@ from minillm.errors import MinillmError
 QUANTISED = (torch.int8, torch.float8_e4m3fn)
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
+TINY = tl.constexpr(1e-24)  # below every scale that rope_kv.py writes
 
 
 def gather_pages(pool: Tensor, table: Tensor, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -102,9 +103,12 @@ def paged_decode_tiled(
             new_top = torch.maximum(top, scores.max(-1).values)
             shrink, p = torch.exp2(top - new_top), torch.exp2(scores - new_top[:, None])
             weight = weight * shrink + p.sum(-1)
+            unit = 1.0
             if v_scale is not None:
-                p = p * gather_pages(v_scale[..., None], block_tables[b], tokens)[:, kv, 0].float()
-            acc = acc * shrink[:, None] + p.to(q.dtype).float() @ v
+                of_v = gather_pages(v_scale[..., None], block_tables[b], tokens)[:, kv, 0].float()
+                unit = max(float(of_v.max()), TINY.value) if q.dtype == torch.float16 else 1.0
+                p = p * (of_v / unit)
+            acc = acc * shrink[:, None] + (p.to(q.dtype).float() @ v) * unit
             top = new_top
             if watch is not None:
                 watch(Running(b, kv, split, first, int(tokens[-1]) + 1, top, weight, acc))
@@ -176,7 +180,11 @@ def _paged_decode(
         p = tl.exp2(scores - new_top[:, None])
         weight = weight * shrink + tl.sum(p, axis=1)
         if SCALES:
-            p *= tl.load(VS + block * stride_vsb + slot * stride_vst + kv, mask=inside, other=0.0)[None, :]
+            v_scale = tl.load(VS + block * stride_vsb + slot * stride_vst + kv, mask=inside, other=0.0)
+            if q.dtype == tl.float16:  # p * v_scale may be below 6e-8, its smallest number: sum in units of the largest
+                unit = tl.maximum(tl.max(v_scale, axis=0), TINY)
+                v_scale, shrink = v_scale / unit, shrink / unit
+            p *= v_scale[None, :]
         at = VP + kv * stride_vh + block * stride_vb + slot * stride_vt
         v = tl.load(at[:, None] + wide[None, :], mask=inside[:, None], other=0)
         p = p.to(q.dtype)
@@ -187,6 +195,8 @@ def _paged_decode(
             acc_odd = tl.dot(p, odd.to(q.dtype), acc_odd * shrink[:, None], input_precision="ieee")
             v = even
         acc = tl.dot(p, v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        if SCALES and q.dtype == tl.float16:
+            acc, acc_odd = acc * unit, acc_odd * unit
         top = new_top
 
     if SCALES:
@@ -288,6 +298,7 @@ AHEAD = [
         ("fp16", "fp16", 128, 1, 256, "fp16"),
         ("bf16", "int8", 128, 4, 16, "bf16"),
         ("bf16", "fp8", 128, 4, 16, "bf16"),
+        ("fp16", "int8", 128, 4, 16, "fp16"),
     )
     for targets, (tile, warps, stages) in (  # as configs.json has them
         ((("sm_80", "sm_100", "gfx942"), (64, 4, 3)), (("sm_90",), (64, 2, 5)))

@@ -55,6 +55,16 @@ def test_quantised_pools(kv, dtype):
         assert case.right(case.tiled(splits))
 
 
+@pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
+def test_small_values_of_quantised_pools_keep_their_digits_in_fp16(kv):
+    """A probability times a small scale is below what fp16 can hold; the weight that a tile adds up is not."""
+    case = Case([0, 130, 70], group=4, dtype=torch.float16, kv=kv, sharp=4.0)
+    case.v_scale *= 1e-3
+    for splits in (1, 2):
+        assert case.right(case.kernel(splits))
+        assert case.right(case.tiled(splits))
+
+
 def test_sharp_scores_do_not_overflow():
     case = Case([130, 70], sharp=60.0)
     assert float(case.oracle()[1].max()) > 89  # exp of it is not a float32
@@ -161,10 +171,13 @@ COMPILED = ("paged_decode/tf32", "paged_decode/int32_offset")  # seen in compile
 
 @functools.cache
 def mutant_cases():
+    small = Case([70], K=1, dtype=torch.float16, kv=torch.int8, sharp=4.0)
+    small.v_scale *= 1e-3
     return [
         (Case([0, 1, 17, 150], group=3), (1, 3)),
         (Case([130], group=4, K=2, dtype=torch.float16), (1, 2)),
         (Case([40], K=1, kv=torch.int8), (1,)),
+        (small, (1,)),
     ]
 
 

@@ -15,9 +15,13 @@ MUTANTS = [
     ),
     KernelMutant(
         "v_scale_dropped", "_paged_decode",
-        "p *= tl.load(VS + block * stride_vsb + slot * stride_vst + kv, mask=inside, other=0.0)[None, :]",
+        "p *= v_scale[None, :]",
         "p *= 1.0",
         "the stored bytes of a quantised value are taken for the value",
+    ),
+    KernelMutant(
+        "scale_underflows", "_paged_decode", "unit = tl.maximum(tl.max(v_scale, axis=0), TINY)", "unit = 1.0",
+        "a probability times the scale of a small value is rounded to fp16, where it has few digits left, or none",
     ),
     KernelMutant(
         "missing_rescale", "_paged_decode", "acc * shrink[:, None]", "acc",
