@@ -40,7 +40,7 @@ def test_lanes_without_work_are_refused_in_words(kernels, host):
 
 
 def test_bars_end_where_their_parts_sum_to_and_a_negative_residual_is_not_drawn():
-    bars = {"predicted": {"product": 0.01, "calls": 0.005}, "measured": {"product": 0.012, "Python": -0.001}}
+    bars = {"predicted": {"product": 0.01, "calls": 0.005}, "measured": {"product": 0.012, "Python and rest": -0.001}}
     ax = launch.account_figure(bars).axes[0]
     ends = [p.get_x() + p.get_width() for p in ax.patches]
     assert ends == pytest.approx([10, 15, 12, 12])

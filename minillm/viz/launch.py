@@ -23,7 +23,7 @@ KINDS = {
     "attention": (style.GREEN, ".."),
     "small operator": (style.VERMILLION, ""),
     "view": (style.SKY, "//"),
-    "Python": (style.ORANGE, "xx"),
+    "Python and rest": (style.ORANGE, "xx"),
     "weights and FLOPs": (style.BLUE, ""),
     "calls": (style.VERMILLION, ""),
 }
@@ -223,7 +223,7 @@ def pays_figure(
             color = (style.VERMILLION, style.GREEN, style.PURPLE)[j]
             ax.axhline(1e3 * launches, color=color, linestyle=style.LINES[j + 1], linewidth=1.5)
             if i == 0:
-                style.label(ax, batches[0], 1e3 * launches, name, color, dx=0, dy=7)
+                style.label(ax, batches[0], 1e3 * launches, name, color, dx=0, dy=-9 if j else 7)
         for j, (side, times) in enumerate((measured or {}).get(model, {}).items()):
             color, mark = ((style.VERMILLION, "s"), (style.BLUE, "D"))[j % 2]
             ms = [1e3 * s for s in times]
