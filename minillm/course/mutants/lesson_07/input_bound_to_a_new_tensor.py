@@ -1,0 +1,32 @@
+"""`set` binds the name; the calls read the old tensor."""
+
+import torch
+
+TASK = "07.5"
+POINTS = 0
+HINT = "go on reading the old one"
+
+
+class Graph:
+    def __init__(self, program, inputs):
+        self.program = program
+        self.memory = {name: value.clone() for name, value in inputs.items()}
+        for function, names, out in program:
+            self.memory[out] = getattr(torch, function)(*(self.memory[n] for n in names)).clone()
+        self.recorded = dict(self.memory)
+
+    def set(self, name, value):
+        here = self.memory[name]
+        if here.shape != value.shape or here.dtype != value.dtype:
+            raise ValueError(name)
+        self.memory[name] = value.clone()
+
+    def replay(self):
+        for function, names, out in self.program:
+            self.recorded[out].copy_(getattr(torch, function)(*(self.recorded[n] for n in names)))
+
+    def get(self, name):
+        return self.memory[name].clone()
+
+    def address(self, name):
+        return self.memory[name].data_ptr()

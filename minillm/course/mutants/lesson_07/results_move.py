@@ -1,0 +1,33 @@
+"""A replay makes new results."""
+
+import torch
+
+TASK = "07.5"
+POINTS = 5
+HINT = "must write where the first run wrote"
+
+
+class Graph:
+    def __init__(self, program, inputs):
+        self.program = program
+        self.memory = {name: value.clone() for name, value in inputs.items()}
+        for function, names, out in program:
+            self.memory[out] = getattr(torch, function)(*(self.memory[n] for n in names)).clone()
+        self.kept = []
+
+    def set(self, name, value):
+        here = self.memory[name]
+        if here.shape != value.shape or here.dtype != value.dtype:
+            raise ValueError(name)
+        here.copy_(value)
+
+    def replay(self):
+        for function, names, out in self.program:
+            self.kept.append(self.memory[out])
+            self.memory[out] = getattr(torch, function)(*(self.memory[n] for n in names))
+
+    def get(self, name):
+        return self.memory[name].clone()
+
+    def address(self, name):
+        return self.memory[name].data_ptr()
