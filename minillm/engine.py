@@ -7,12 +7,13 @@ member is done. Lesson 09 shows what that costs and replaces it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import numbers
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ class Engine:
 
     # The step loop ------------------------------------------------------------------------------------
 
-    def run(self, requests: Sequence[Request]) -> Iterator[list[tuple[Request, str]]]:
+    def run(self, requests: Sequence[Request]) -> Generator[list[tuple[Request, str]], None, None]:
         """Run to the end. Yields, after each step, the requests that got a token and the text it released.
 
         All state of a run is its own, so that several may be under way at once and any may be abandoned.
@@ -159,9 +160,9 @@ class Engine:
         runner = copy.copy(self.runner)  # shares the model; cache and rows are made by start()
         outputs = {id(r): OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer) for r in requests}
         for group in self._groups(requests):
-            runner.start(group)
-            running = list(group)
             try:
+                runner.start(group)
+                running = list(group)
                 # Prompts one at a time: each is already enough work for the machine. Then everybody together.
                 logits = torch.cat([runner.forward([r]) for r in group])
                 while True:
@@ -173,8 +174,9 @@ class Engine:
                         break
                     logits = runner.forward(running)
             finally:  # a step that failed, or a caller that stopped listening: nothing stays held
-                for r in running:
-                    runner.finish(r)
+                for r in group:
+                    with contextlib.suppress(Exception):  # a part that fails here must not hide the first fault
+                        runner.finish(r)
 
     def _sample(
         self, logits: torch.Tensor, running: list[Request], outputs: Mapping[int, OutputProcessor]

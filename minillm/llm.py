@@ -10,6 +10,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from minillm.config import EngineConfig
@@ -93,12 +94,13 @@ class LLM:
         return self._stream(requests)
 
     def _stream(self, requests: list[Request]) -> Iterator[str]:
-        for step in self.engine.run(requests):
-            for r, delta in step:
-                if delta:
-                    yield delta
-                if r.finish_reason == "error":
-                    raise MinillmError(str(r.stop_reason))
+        with closing(self.engine.run(requests)) as steps:
+            for step in steps:
+                for r, delta in step:
+                    if delta:
+                        yield delta
+                    if r.finish_reason == "error":
+                        raise MinillmError(str(r.stop_reason))
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         if isinstance(prompt, Mapping):
@@ -120,9 +122,13 @@ class LLM:
         from tqdm.auto import tqdm
 
         pieces: dict[int, list[str]] = {id(r): [] for r in requests}
-        with tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar:
+        # Closed at once: an exception out here, such as a notebook's interrupt, would keep the run and its blocks alive.
+        with (
+            closing(self.engine.run(requests)) as steps,
+            tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar,
+        ):
             tokens = 0
-            for step in self.engine.run(requests):
+            for step in steps:
                 tokens += len(step)
                 for r, delta in step:
                     pieces[id(r)].append(delta)

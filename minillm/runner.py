@@ -28,7 +28,7 @@ class Runner(Protocol):
         """Compute each request's missing tokens. Returns the logits of its next token, [len(requests), V]."""
 
     def finish(self, request: Request) -> None:
-        """Let go of whatever the request holds."""
+        """Let go of whatever the request holds. A second time, or for one that never started, nothing happens."""
 
 
 class NaiveRunner:
@@ -67,7 +67,7 @@ class CachedRunner:
     def start(self, requests: Sequence[Request]) -> None:
         """Reserve, for every request, the longest sequence that any of them may reach."""
         length = max(r.num_prompt_tokens + r.max_tokens for r in requests)
-        self.cache = None  # release the old one before reserving the new one
+        self.cache, self.owners = None, []  # release the old one before reserving the new one
         self.cache = self.make_cache(self.model.config, len(requests), length, self.model.dtype, self.model.device)
         self.owners = list(requests)
 
@@ -89,8 +89,9 @@ class CachedRunner:
         return logits[restore]
 
     def finish(self, request: Request) -> None:
-        assert self.cache is not None, "start() comes first"
-        hole = next(i for i, r in enumerate(self.owners) if r is request)
+        hole = next((i for i, r in enumerate(self.owners) if r is request), None)
+        if self.cache is None or hole is None:
+            return
         last = self.owners.pop()
         if last is not request:
             self.cache.move(len(self.owners), hole, last.num_computed_tokens)

@@ -16,6 +16,7 @@ from minillm.config import EngineConfig
 from minillm.device import free_memory
 from minillm.errors import MinillmError
 from minillm.models.transformer import Transformer
+from minillm.parts import OwnAttention, make_part
 
 
 def make_paged_cache(model: Transformer, config: EngineConfig, make_allocator: Callable[[int], Any]) -> PagedCache:
@@ -36,7 +37,9 @@ def make_paged_cache(model: Transformer, config: EngineConfig, make_allocator: C
 def make_attention(name: str, model: Transformer, pool: KVPool, part: Any = None) -> AttentionBackend:
     """The backend of a paged cache, by name, or a learner's own. Triton brings its fused operators along."""
     if part is not None:
-        return part(pool)
+        if name != "auto":
+            raise MinillmError(f"parts: attention takes the place of attention_backend={name!r}; give one of the two")
+        return OwnAttention(make_part("attention", part, "the KVPool", pool), pool.k.shape[3])
     if name == "auto":
         name = "triton" if model.device.type == "cuda" else "torch"
     if name != "triton":

@@ -1,0 +1,64 @@
+"""A learner's own parts of an engine: made, and judged while they run. Lessons 02 to 06 mount them.
+
+What a part returns goes on into the engine, where a wrong shape would fail far from its cause, or not at all. So each
+answer is judged where it comes back, and the error names the part. What a part itself raises goes through untouched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from minillm.attention.protocol import Batch
+from minillm.errors import MinillmError
+
+
+def make_part(name: str, make: Callable[..., Any], what: str, *arguments: Any) -> Any:
+    """make(*arguments); a signature that does not take them is refused in words. what: the arguments, in words."""
+    try:
+        inspect.signature(make).bind(*arguments)
+    except TypeError as error:
+        raise MinillmError(f"parts: {name} is called with {what}, and {make!r:.80} cannot be: {error}") from None
+    except ValueError:  # some built-in callables have no signature
+        pass
+    return make(*arguments)
+
+
+class OwnAttention:
+    """A learner's attention backend. It has `rope_write` exactly if the part has it."""
+
+    def __init__(self, part: Any, kv_heads: int):
+        rotates = hasattr(part, "rope_write")
+        for name in ("plan", "rope_write" if rotates else "write", "forward"):
+            if not callable(getattr(part, name, None)):
+                raise MinillmError(f"parts: attention needs a method {name}, got {part!r:.80}")
+        self.part, self.kv_heads = part, kv_heads
+        if rotates:
+            self.rope_write = self._rope_write
+
+    def plan(self, batch: Batch) -> Any:
+        return self.part.plan(batch)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, plan: Any) -> None:
+        self.part.write(layer, k, v, plan)
+
+    def _rope_write(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, plan: Any) -> Tensor:
+        q = self.part.rope_write(layer, qkv, cos, sin, positions, plan)
+        if _kind(q) != (wanted := _kind(qkv[:, : qkv.shape[1] - 2 * self.kv_heads])):
+            raise MinillmError(f"parts: attention's rope_write must return q, {wanted}, got {_kind(q)}")
+        return q
+
+    def forward(self, layer: int, q: Tensor, plan: Any) -> Tensor:
+        out = self.part.forward(layer, q, plan)
+        if _kind(out) != _kind(q):
+            raise MinillmError(f"parts: attention's forward must return {_kind(q)} as q is, got {_kind(out)}")
+        return out
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        return f"a {type(x).__name__}"
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
