@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import torch
@@ -35,6 +36,16 @@ def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype
     if device.type == "cpu" and (checkpoint == "float16" or not has_bf16_instructions()):
         return torch.float32
     return getattr(torch, checkpoint)
+
+
+def expect_triton(instead: str) -> None:
+    """Raise MinillmError where there is no Triton. instead: what to use there."""
+    try:
+        found = importlib.util.find_spec("triton")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise MinillmError(f"this needs Triton, which is not here: pip install triton (Linux only), or use {instead}")
 
 
 def free_memory(device: torch.device) -> int:

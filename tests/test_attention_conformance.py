@@ -6,6 +6,7 @@ A learner's backend passes the same functions: see `conform`.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from minillm.attention.triton import TritonAttention
 from minillm.cache.contiguous import ContiguousKVCache
 from minillm.cache.pool import KVPool
 from minillm.config import ModelConfig
+from minillm.errors import MinillmError
 from minillm.models.transformer import apply_rope, rope_table
 
 PAGED = {"reference": PagedReference, "torch": PagedSDPA, "triton": TritonAttention}
@@ -201,6 +203,25 @@ def test_a_wrong_backend_is_noticed(wrong, kv_dtype):
     except IndexError:
         return
     assert max(errors) > TOLERANCE[kv_dtype]
+
+
+def test_what_the_kernels_cannot_run_is_refused_before_the_first_step(monkeypatch):
+    with pytest.raises(
+        MinillmError, match="head_dim 16, 32, 64 or 128, this model has 80; use attention_backend='torch'"
+    ):
+        make("triton", shape(2, 1, 80), 1, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    pool = make("reference", shape(), 1, 1, "fp8").pool
+    monkeypatch.setattr(pool, "k", SimpleNamespace(device=torch.device("cuda"), dtype=pool.k.dtype, shape=pool.k.shape))
+    with pytest.raises(MinillmError, match="fp8 pools need a GPU of compute capability 8.9 or newer, this one has 8.0"):
+        TritonAttention(pool)
+
+
+def test_a_plan_names_the_slots_of_the_new_tokens():
+    backend = make("triton", shape(), 2, 4)
+    rows = [Row(0, 15, 3, (5, 2)), Row(1, 33, 1, (7, 1, 3, 8))]  # the second table is longer than it need be
+    plan = backend.plan(Batch.build(rows, [0] * 4))
+    assert plan.slots.tolist() == [5 * BLOCK + 15, 2 * BLOCK, 2 * BLOCK + 1, 3 * BLOCK + 1]
 
 
 @pytest.mark.parametrize("name", PAGED)

@@ -11,7 +11,7 @@ from test_bench import FAST
 from minillm.bench import common, kernel_cases, kernels, main
 from minillm.course.broken import broken
 from minillm.errors import MinillmError
-from minillm.roofline import measure, record
+from minillm.roofline import record
 from minillm.roofline.cost import Op
 from minillm.roofline.fit import fit_kernel
 from minillm.roofline.record import Recorder
@@ -204,6 +204,8 @@ def test_a_configuration_is_mounted_and_put_back():
         (["kernels", "--device", "cpu", "--tune"], "--tune measures, so it needs a CUDA device"),
         (["ladder", "--tune"], "--tune belongs to kernels"),
         (["kernels", "--model", "x"], "kernels would ignore it"),
+        (["ceilings", "--repeats", "3"], "ceilings would ignore it"),
+        (["launch", "--device", "cpu", "--repeats", "3"], "launch compares CUDA graphs with eager steps"),
     ],
 )
 def test_the_command_refuses_what_makes_no_sense(arguments, words, capsys):
@@ -223,4 +225,3 @@ def test_a_graph_is_timed_on_a_card():
     case = next(c for c in kernel_cases.cases(tiny=False) if c.kernel == "swiglu")
     spent = kernels.timed(case, options(device="cuda", dtype="bfloat16"), 3)
     assert min(spent["ours"]) > 0
-    assert measure.pick("cuda")

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.attention.paged import block_table, check_table, slots, write_slots
+from minillm.attention.paged import block_table, check_table, write_slots
 from minillm.attention.protocol import Batch
 from minillm.cache.pool import KVPool
+from minillm.device import expect_triton
+from minillm.errors import MinillmError
+
+_INSTEAD = "attention_backend='torch'"
 
 
 @dataclass
@@ -31,10 +35,20 @@ class TritonAttention:
     """The kernels, one a method. `rope_write` is fused, so `write` is there for keys that are already rotated."""
 
     def __init__(self, pool: KVPool):
-        from minillm.kernels.flash_prefill import flash_prefill
+        """Raises MinillmError for what the kernels would refuse at the first step: a head_dim, fp8 on an old GPU."""
+        expect_triton(_INSTEAD)
+        from minillm.kernels.flash_prefill import HEAD_DIMS, flash_prefill
+        from minillm.kernels.kv_quant import expect_pool_dtype
         from minillm.kernels.paged_decode import paged_decode
         from minillm.kernels.rope_kv import rope_kv_write
 
+        if (d := pool.k.shape[-1]) not in HEAD_DIMS:
+            *most, last = HEAD_DIMS
+            raise MinillmError(
+                f"the kernels run head_dim {', '.join(map(str, most))} or {last}, this model has {d}; use {_INSTEAD}"
+            )
+        if pool.quantized:
+            expect_pool_dtype(pool.k.dtype, pool.k.device)
         self.pool = pool
         self._prefill, self._decode, self._rope_write = flash_prefill, paged_decode, rope_kv_write
         self._new: tuple[Tensor, Tensor] | None = None  # keys and values of this layer's new tokens
@@ -43,9 +57,9 @@ class TritonAttention:
         device, bs = batch.token_ids.device, self.pool.block_size
         for row in batch.rows:
             check_table(row, bs)
-        table = block_table(batch.rows, "cpu")
-        each = slots(table, bs)
-        new = torch.cat([each[i, row.start : row.context] for i, row in enumerate(batch.rows)])
+        # Of the new tokens alone: the slots of all that is visible would take the host as long as a small step.
+        new = [row.blocks[p // bs] * bs + p % bs for row in batch.rows for p in range(row.start, row.context)]
+        table = block_table(batch.rows, device, torch.int32)
         whole = lambda numbers: torch.tensor(numbers, dtype=torch.int32).to(device)
         counts = [row.num_new for row in batch.rows]
         prefill = None
@@ -55,7 +69,7 @@ class TritonAttention:
                 ends.append(ends[-1] + n)
             prefill = (whole(ends), whole([row.start for row in batch.rows]), max(counts))
         contexts = [row.context for row in batch.rows]
-        return TritonPlan(new.to(device), table.int().to(device), whole(contexts), max(contexts), prefill)
+        return TritonPlan(torch.tensor(new).to(device), table, whole(contexts), max(contexts), prefill)
 
     def rope_write(
         self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, plan: TritonPlan
@@ -99,6 +113,7 @@ class TritonOps:
     """The operators between matrix products, fused (lesson 04). Rows of a view with gaps between them are fine."""
 
     def __init__(self) -> None:
+        expect_triton(_INSTEAD)
         from minillm.kernels.rms_norm import add_rms_norm, rms_norm
         from minillm.kernels.swiglu import swiglu
 

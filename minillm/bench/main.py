@@ -47,7 +47,7 @@ ASKED = (
 # Options that only some steps have. The others would ignore them, so they refuse them.
 OWNERS = {
     "model": ("ladder", "single", "throughput", "quality", "quant"),
-    "repeats": ("ceilings", "ladder", "single", "throughput", "quant", "kernels"),
+    "repeats": ("ladder", "single", "throughput", "quant", "kernels", "launch"),
     "contexts": ("ladder",),
     "peer": ("single", "throughput"),
     "prompt": ("single", "throughput"),
@@ -136,6 +136,9 @@ def _step(name: str) -> Any:
 
 def _find_kernels() -> None:
     """In a checkout that is not installed, as on a bare GPU machine, `minillm.kernels` is its folder `kernels`."""
+    from minillm.device import expect_triton
+
+    expect_triton("a step that runs no kernels")
     if importlib.util.find_spec("minillm.kernels") is None:
         minillm.__path__.append(str(Path(__file__).resolve().parents[2]))
 

@@ -35,14 +35,12 @@ def add_parser(sub: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from minillm.device import expect_triton
     from minillm.errors import MinillmError
 
     if args.jobs is not None and not 1 <= args.jobs <= 1024:
         raise MinillmError(f"--jobs must be a whole number from 1 to 1024, got {args.jobs}")
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        raise MinillmError("kernels need Triton, which this machine lacks: pip install triton (Linux only)") from None
+    expect_triton("a machine that has it; no GPU is needed")
     from minillm.kernels import survey
 
     quiet = args.json or not sys.stderr.isatty()
