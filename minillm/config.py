@@ -300,7 +300,7 @@ class EngineConfig:
                     )
         if not isinstance(self.enforce_eager, bool):
             raise MinillmError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
-        if self.block_size not in BLOCK_SIZES:
+        if self.block_size not in BLOCK_SIZES or not isinstance(self.block_size, int):
             raise MinillmError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
         for name, optional in (
             ("max_model_len", True), ("max_num_seqs", False), ("threads", True), ("num_kv_blocks", True),

@@ -60,14 +60,15 @@ class Buffers:
         return cls(long(rows), long(rows), plan)
 
     def fill(self, batch: Batch, plan: TritonPlan) -> None:
-        n, blocks = plan.block_tables.shape
+        n, width = plan.block_tables.shape
+        blocks = min(width, self.plan.block_tables.shape[1])  # a table may be longer than the tokens need
         for fixed, now, padding in (
             (self.token_ids, batch.token_ids, 0), (self.positions, batch.positions, 0),
             (self.plan.slots, plan.slots, -1), (self.plan.context_lens, plan.context_lens, 0),
         ):  # fmt: skip
             fixed[:n].copy_(now)
             fixed[n:].fill_(padding)
-        self.plan.block_tables[:n, :blocks].copy_(plan.block_tables)
+        self.plan.block_tables[:n, :blocks].copy_(plan.block_tables[:, :blocks])
         self.plan.block_tables[:n, blocks:].zero_()
         self.plan.block_tables[n:].zero_()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from minillm import LLM, SamplingParams
 from minillm.attention.paged import PagedSDPA
+from minillm.attention.protocol import Batch, Row
 from minillm.attention.triton import TritonAttention, TritonOps
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.paged import PagedCache
@@ -222,6 +223,7 @@ def test_own_parts_are_called(embedded_folder, paged_llm):
     ("options", "words"),
     [
         ({"kv_cache": "paged", "block_size": 24}, "block_size must be one of 16, 32"),
+        ({"kv_cache": "paged", "block_size": 16.0}, "block_size must be one of 16, 32"),
         ({"kv_cache": "paged", "attention_backend": "flash"}, "attention_backend 'flash' is not known"),
         ({"kv_cache": "paged", "kv_cache_dtype": "int4"}, "kv_cache_dtype 'int4' is not known"),
         ({"kv_cache": "paged", "num_kv_blocks": 0}, "num_kv_blocks must be a positive whole number"),
@@ -303,6 +305,21 @@ def test_replayed_steps_equal_eager_ones_whatever_the_batch():
     for r in groups[0]:
         graphed.finish(r)
     assert idle(graphed.cache)
+
+
+def test_a_table_with_blocks_to_spare_fits_the_buffers_of_a_graph():
+    """A block table may be longer than its tokens need: blocks taken ahead, or a context just below its bucket."""
+    options = {"max_rows": 2, "capture": ByHand(), "pays": lambda eager, replay: True}
+    graphed = runner(20, True, TritonAttention, triton_model(), **options)
+    graphed.graphs.contexts = [32, 96]
+    r = request([1, 2, 3])
+    graphed.start([r])
+    want = graphed.forward([r])
+    r.output_token_ids.append(7)
+    graphed.cache.grow(r)
+    batch = Batch.build([Row(0, 3, 1, [*r.block_ids, 11, 12])], [7])
+    want = graphed.model.logits(graphed.model.forward(batch, graphed.attention))
+    torch.testing.assert_close(graphed.graphs.run(batch), want, atol=1e-4, rtol=1e-4)
 
 
 def test_padding_rows_that_write_are_noticed(monkeypatch):
