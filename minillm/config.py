@@ -258,7 +258,8 @@ class EngineConfig:
     kv_cache       "contiguous"; "paged": blocks of tokens, through a block table (lesson 06); or "none": recompute
                    every token at every step (lesson 01)
     attention_backend  of a paged cache: "reference" (plain torch, fp32 inside), "torch" (SDPA over gathered pages),
-                   "triton" (the kernels; interpreted, so slow, on a CPU); "auto" is triton on a GPU, else torch
+                   "triton" (the kernels; interpreted, so slow, on a CPU); "auto" is triton on a GPU
+                   where its kernels run this model, else torch
     block_size     tokens a block of a paged cache holds: 16 to 256, a power of two
     num_kv_blocks  blocks of a paged cache; None takes what max_num_seqs longest sequences need, if half of the free
                    memory holds that

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm.attention.backends import make_attention
 from minillm.attention.causal import attend
 from minillm.attention.paged import PagedReference, PagedSDPA
 from minillm.attention.protocol import Batch, Row
@@ -215,6 +216,14 @@ def test_what_the_kernels_cannot_run_is_refused_before_the_first_step(monkeypatc
     monkeypatch.setattr(pool, "k", SimpleNamespace(device=torch.device("cuda"), dtype=pool.k.dtype, shape=pool.k.shape))
     with pytest.raises(MinillmError, match="fp8 pools need a GPU of compute capability 8.9 or newer, this one has 8.0"):
         TritonAttention(pool)
+
+
+@pytest.mark.parametrize(("head_dim", "backend"), [(64, TritonAttention), (80, PagedSDPA)])
+def test_auto_on_a_gpu_is_triton_where_its_kernels_run(head_dim, backend):
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float16, ops=None)
+    pool = KVPool(shape(2, 1, head_dim), 1, BLOCK, torch.float16)
+    assert type(make_attention("auto", model, pool)) is backend
+    assert (model.ops is not None) == (backend is TritonAttention)
 
 
 def test_a_plan_names_the_slots_of_the_new_tokens():

@@ -41,7 +41,10 @@ def make_attention(name: str, model: Transformer, pool: KVPool, part: Any = None
             raise MinillmError(f"parts: attention takes the place of attention_backend={name!r}; give one of the two")
         return OwnAttention(make_part("attention", part, "the KVPool", pool), pool.k.shape[3])
     if name == "auto":
-        name = "triton" if model.device.type == "cuda" else "torch"
+        try:
+            return make_attention("triton" if model.device.type == "cuda" else "torch", model, pool)
+        except MinillmError:  # no Triton, or a head_dim or fp8 pool that its kernels do not run on this GPU
+            return PagedSDPA(pool)
     if name != "triton":
         return PagedReference(pool) if name == "reference" else PagedSDPA(pool)
     if model.device.type == "cpu" and model.dtype == torch.bfloat16:
@@ -49,5 +52,5 @@ def make_attention(name: str, model: Transformer, pool: KVPool, part: Any = None
             "attention_backend='triton' on a CPU runs in Triton's interpreter, which is wrong in bf16; "
             "use dtype='float32' or 'float16', or attention_backend='torch'"
         )
-    model.ops = TritonOps()
-    return TritonAttention(pool)
+    attention, model.ops = TritonAttention(pool), TritonOps()
+    return attention
