@@ -7,7 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import LLM
+from minillm.attention.paged import PagedSDPA
 from minillm.bench import account
+from minillm.cache.contiguous import ContiguousKVCache
 from minillm.graphs import DecodeGraphs
 from minillm.request import SamplingParams
 
@@ -16,6 +18,7 @@ ENGINES = {
     "contiguous": {},
     "paged": {"kv_cache": "paged", "num_kv_blocks": 8},
     "paged, reference": {"kv_cache": "paged", "num_kv_blocks": 8, "attention_backend": "reference"},
+    "paged, own part": {"kv_cache": "paged", "num_kv_blocks": 8, "parts": {"attention": PagedSDPA}},
 }
 
 
@@ -45,12 +48,14 @@ def outside(llm: LLM, steps: int = 3) -> list[str]:
 @pytest.mark.parametrize("name", ENGINES)
 def test_no_operator_of_a_layer_is_glue(embedded_folder, name):
     llm = LLM(embedded_folder, dtype="float32", max_model_len=64, **ENGINES[name])
-    backend = type(getattr(llm.engine.runner, "attention", None))
-    before = getattr(backend, "forward", None), getattr(backend, "write", None)
+    attention = getattr(llm.engine.runner, "attention", ContiguousKVCache)
+    before = dict(vars(attention))
     calls = outside(llm)
     layers = llm.engine.model.config.num_layers
     assert len(calls) < layers, calls  # a few look-ups a step, and nothing that happens in every layer
-    assert (getattr(backend, "forward", None), getattr(backend, "write", None)) == before
+    assert {name: before.get(name) for name in ("plan", "write", "forward")} == {
+        name: vars(attention).get(name) for name in ("plan", "write", "forward")
+    }
     assert not vars(llm.engine.model.ops), "a wrapper was left behind"
 
 

@@ -81,3 +81,15 @@ def test_all_pictures_are_made_and_repeat_byte_for_byte():
     ]
     for figure in make:
         assert style.png(figure()) == style.png(figure())
+
+
+def test_the_explorer_draws_what_its_sliders_say():
+    box = launch.lanes_explorer()
+    count, host, kernel, picture = box.children
+    before = picture.value
+    host.value, kernel.value = 2.0, 20.0
+    ways = {
+        "launched one by one": launch.launched([20e-6] * count.value, 2e-6),
+        "replayed as a graph": launch.replayed([20e-6] * count.value, 8e-6, 1e-6),
+    }
+    assert before != picture.value == style.png(launch.lanes_figure(ways))

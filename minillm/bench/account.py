@@ -49,7 +49,6 @@ class Account:
 def accounting(engine: Any) -> Iterator[Account]:
     """Wrap the parts of this engine's step; everything is put back at the end."""
     from minillm import engine as engine_module
-    from minillm.attention.causal import NoCacheAttention
     from minillm.cache.contiguous import ContiguousKVCache
     from minillm.models import transformer
     from minillm.models.linear import Linear
@@ -65,22 +64,22 @@ def accounting(engine: Any) -> Iterator[Account]:
         (engine.sampler, "sample", "sampling"),
         (engine_module.OutputProcessor, "push", "text"),
     ]
-    own = (getattr(engine.runner, "attention", None), getattr(engine.runner, "make_cache", None))
-    backends = [ContiguousKVCache, NoCacheAttention, type(own[0]), own[1]]  # a learner's own part among them
+    runner = engine.runner  # a paged one holds its backend, a contiguous one makes its cache for each group
+    backends = [ContiguousKVCache, getattr(runner, "make_cache", None), getattr(runner, "attention", None)]
     for backend in dict.fromkeys(b for b in backends if hasattr(b, "forward")):
         places += [(backend, "forward", "attention"), (backend, "plan", "attention")]
         places += [(backend, name, "rope_kv_write") for name in ("write", "rope_write") if hasattr(backend, name)]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in places]
-    graphs = getattr(engine.runner, "graphs", None)
+    graphs = getattr(runner, "graphs", None)
     try:
         if graphs is not None:
-            engine.runner.graphs = None
+            runner.graphs = None
         for owner, name, term in places:
             setattr(owner, name, account.wrap(term, getattr(owner, name)))
         yield account
     finally:
         if graphs is not None:
-            engine.runner.graphs = graphs
+            runner.graphs = graphs
         for owner, name, old in before:
             if old is None:
                 delattr(owner, name)  # it was found on the class, not on the instance

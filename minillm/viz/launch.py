@@ -205,6 +205,30 @@ def lanes_figure(lanes: Mapping[str, Lanes], until: float | None = None) -> Figu
     return fig
 
 
+def lanes_explorer() -> Any:
+    """A widget: kernels of a step, seconds of a launch and of a kernel; it draws `lanes_figure`."""
+    import ipywidgets as w
+
+    wide = {"style": {"description_width": "150px"}, "layout": w.Layout(width="520px"), "continuous_update": False}
+    count = w.IntSlider(min=3, max=60, value=30, description="kernels", **wide)
+    host = w.FloatSlider(min=0.5, max=60, value=4, step=0.5, description="a launch (µs)", **wide)
+    kernel = w.FloatSlider(min=0.5, max=60, value=1.5, step=0.5, description="a kernel (µs)", **wide)
+    picture = w.Image(format="png")
+
+    def redraw(_: Any = None) -> None:
+        kernels = [1e-6 * kernel.value] * count.value
+        ways = {
+            "launched one by one": launched(kernels, 1e-6 * host.value),
+            "replayed as a graph": replayed(kernels, 8e-6, 1e-6),
+        }
+        picture.value = style.png(lanes_figure(ways))
+
+    for control in (count, host, kernel):
+        control.observe(redraw, names="value")
+    redraw()
+    return w.VBox([count, host, kernel, picture])
+
+
 def pays_figure(
     batches: Sequence[int], device: Mapping[str, Sequence[float]], host: Mapping[str, Mapping[str, float]],
     measured: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
