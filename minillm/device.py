@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 
@@ -36,6 +37,11 @@ def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype
     if device.type == "cpu" and (checkpoint == "float16" or not has_bf16_instructions()):
         return torch.float32
     return getattr(torch, checkpoint)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Make it the current device meanwhile: there CUDA streams and graphs are made, and Triton's kernels launched."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def expect_triton(instead: str) -> None:

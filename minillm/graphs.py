@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minillm.attention.protocol import Batch
 from minillm.attention.triton import TritonAttention, TritonPlan
+from minillm.device import on
 from minillm.models.transformer import Transformer
 
 
@@ -108,14 +109,15 @@ class DecodeGraphs:
         plan = self.attention.plan(batch)
         rows = next(n for n in self.rows if n >= len(batch.rows))
         context = next(n for n in self.contexts if n >= plan.max_context)
-        if (rows, context) not in self.graphs:
-            self.graphs[rows, context] = self._make(rows, context, batch, plan)
-        graph = self.graphs[rows, context]
-        if graph is None:
-            return None
-        graph.buffers.fill(batch, plan)
-        graph.replay()
-        return graph.logits[: len(batch.rows)].clone()  # the next replay overwrites it
+        with on(self.model.device):
+            if (rows, context) not in self.graphs:
+                self.graphs[rows, context] = self._make(rows, context, batch, plan)
+            graph = self.graphs[rows, context]
+            if graph is None:
+                return None
+            graph.buffers.fill(batch, plan)
+            graph.replay()
+            return graph.logits[: len(batch.rows)].clone()  # the next replay overwrites it
 
     def _make(self, rows: int, context: int, batch: Batch, plan: TritonPlan) -> Graph | None:
         blocks = -(-context // self.attention.pool.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from minillm.cache.blocks import BlockAllocator
 from minillm.cache.paged import PagedCache
 from minillm.cache.pool import KVPool, block_bytes
 from minillm.config import EngineConfig, ModelConfig
+from minillm.device import on
 from minillm.errors import MinillmError, RequestError
 from minillm.graphs import DecodeGraphs, buckets
 from minillm.models.transformer import Transformer
@@ -305,6 +307,39 @@ def test_replayed_steps_equal_eager_ones_whatever_the_batch():
     for r in groups[0]:
         graphed.finish(r)
     assert idle(graphed.cache)
+
+
+def test_a_graph_is_recorded_and_replayed_on_the_models_own_device(monkeypatch):
+    """Streams, events and launches go to the current device, which need not be the one of a model on cuda:1."""
+    current, seen = [], []
+
+    @contextlib.contextmanager
+    def on(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr("minillm.graphs.on", on)
+    by_hand = ByHand()
+
+    def capture(step):
+        seen.append(list(current))
+        replay, out = by_hand(step)
+        return lambda: (seen.append(list(current)), replay()), out
+
+    pays = lambda eager, replay: bool(seen.append(list(current))) or True
+    graphed = runner(20, True, TritonAttention, triton_model(), max_rows=1, capture=capture, pays=pays)
+    r = request([1])
+    graphed.start([r])
+    graphed.forward([r])
+    assert seen == [[MODEL.device]] * 3  # recorded, judged, replayed
+    assert not current
+
+
+def test_on_a_cpu_there_is_no_device_to_make_current():
+    with on(torch.device("cpu")):
+        pass
+    assert on(torch.device("cuda", 1)).idx == 1
 
 
 def test_a_table_with_blocks_to_spare_fits_the_buffers_of_a_graph():
