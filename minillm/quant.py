@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.device import expect_triton
 from minillm.errors import MinillmError
 from minillm.models.linear import Linear
 from minillm.models.transformer import Transformer
@@ -241,9 +242,12 @@ def quantize_model(transformer: Transformer, scheme: str | Scheme, head: bool = 
 
     The transformer must not be packed yet (`pack=False`). On a CPU everything is packed here, the head too, so nothing
     is left to do. head: quantise the head as well (the embedding keeps its plain table). Raises MinillmError for an
-    unknown scheme, for sizes that the groups do not divide, and for a model whose plain weights are gone.
+    unknown scheme, for sizes that the groups do not divide, for a model whose plain weights are gone, and on a GPU
+    without Triton.
     """
     chosen = scheme_of(scheme)
+    if transformer.device.type == "cuda":
+        expect_triton("plain weights")
     for layer in transformer.layers:
         for name in LINEARS:
             setattr(layer, name, _quantized(getattr(layer, name), chosen))

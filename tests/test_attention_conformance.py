@@ -192,7 +192,8 @@ class ForgetsTheScale(PagedSDPA):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "kv_dtype"), [(ReadsAStaleTail, "auto"), (ForgetsTheTable, "auto"), (ForgetsTheScale, "int8")]
+    ("wrong", "kv_dtype"),
+    [(ReadsAStaleTail, "auto"), (ForgetsTheTable, "auto"), (ForgetsTheScale, "int8"), (ForgetsTheScale, "fp8")],
 )
 def test_a_wrong_backend_is_noticed(wrong, kv_dtype):
     config = shape()

@@ -49,6 +49,7 @@ def test_every_module_but_the_kernels_can_be_imported():
     [
         ("TritonAttention(KVPool(ModelConfig(num_layers=1), 1, 16, torch.float32))", "attention_backend='torch'"),
         ("TritonOps()", "attention_backend='torch'"),
+        ("quantize_model(SimpleNamespace(device=torch.device('cuda'), layers=[]), 'int8')", "plain weights"),
         ("importlib.import_module('minillm.commands.kernels').run(Namespace(jobs=None))", "Linux only"),
         ("importlib.import_module('minillm.bench.main')._step('kernels')", "Linux only"),
         ("importlib.import_module('minillm.bench.main')._step('launch')", "Linux only"),
@@ -58,11 +59,13 @@ def test_what_needs_it_says_so(call, instead):
     out = without_triton(f"""
         import importlib
         from argparse import Namespace
+        from types import SimpleNamespace
         import torch
         from minillm.attention.triton import TritonAttention, TritonOps
         from minillm.cache.pool import KVPool
         from minillm.config import ModelConfig
         from minillm.errors import MinillmError
+        from minillm.quant import quantize_model
         try:
             {call}
         except MinillmError as error:
