@@ -21,7 +21,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Row = tuple[int, int]
 
 # torch operator calls of one operator in one layer of the plain engine, views not counted; a test counts them on
-# the real transformer. (On a CPU, packed linears add the residual themselves: two calls fewer.)
+# the real transformer, and so does lesson 07.
 CALLS = {
     "embedding": 1, "rms_norm": 8, "qkv": 1, "qk_norm": 17, "rope": 5, "kv_write": 2, "attention": 1, "o_proj": 1,
     "residual": 1, "gate_up": 1, "silu_mul": 2, "down": 1, "lm_head": 1,
