@@ -37,10 +37,13 @@ class Kernel(JITFunction):
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
-            if any(t.device.type != "cpu" for t in tensors):
+            places = (a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
+            place = next((p for p in places if p.type != "cpu"), None)
+            if place is None:
+                return interpret(self, grid, *args, **kwargs)
+            elsewhere = place.type == "cuda" and place.index != torch.cuda.current_device()
+            with torch.cuda.device(place) if elsewhere else contextlib.nullcontext():  # Triton takes the current one
                 return self.run(*args, grid=grid, warmup=False, **(OPTIONS | kwargs))
-            return interpret(self, grid, *args, **kwargs)
 
         return launch
 

@@ -1,5 +1,6 @@
 """Triton's private interfaces as this project uses them, on whichever Triton is installed; traffic, checks, configs."""
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -14,6 +15,7 @@ from minillm.kernels import configs, triton_private
 from minillm.kernels.checks import expect, expect_whole
 from minillm.kernels.traffic import counted
 from minillm.kernels.triton_private import TARGETS, compile_ahead, interpret, jit, program, watch_launches, watch_memory
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
 from minillm.errors import MinillmError
@@ -172,6 +174,27 @@ def test_hooks_are_gone_after_an_exception():
         raise ZeroDivisionError
     assert [getattr(builder, name) for name in names] == before
     assert triton_private._around_launches == []
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_launch_goes_to_the_device_of_its_tensors(monkeypatch, current):
+    """Triton launches on the current device: tensors on cuda:1 would be addresses of another card there."""
+    where, launched = [current], []
+
+    @contextlib.contextmanager
+    def device(place):
+        where.append(place.index)
+        yield
+        where.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: where[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(triton_private.Kernel, "run", lambda self, *args, **kwargs: launched.append(where[-1]))
+    with FakeTensorMode():  # tensors of a card that is not here, without memory
+        x = torch.empty(4, device="cuda:1")
+        _nested[(1,)](x, x, 4, BLOCK=4)
+    assert launched == [1]
+    assert where == [current]
 
 
 def test_launches_and_programs_are_seen():
