@@ -32,6 +32,8 @@ def expect(
     """
     if not isinstance(x, Tensor):
         raise MinillmError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.device.type not in ("cuda", "cpu"):
+        raise MinillmError(f"{name} is on {x.device}; kernels run on cuda, and on cpu in the interpreter")
     wanted = "[" + ", ".join("?" if s is None else str(s) for s in shape) + "]"
     if x.dim() != len(shape) or any(isinstance(s, int) and s != n for s, n in zip(shape, x.shape)):
         raise MinillmError(f"{name} must be {wanted}, got {list(x.shape)}")
@@ -51,3 +53,26 @@ def expect_whole(name: str, value: int, low: int, high: int | None = None) -> No
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise MinillmError(f"{name} must be a whole number {limit}, got {value!r}")
+
+
+def expect_pages(
+    block_tables: Tensor, lens: Tensor, num_blocks: int, block_size: int, name: str = "context_lens"
+) -> None:
+    """On a CPU, raise MinillmError unless each sequence's tokens lie in blocks that exist.
+
+    The interpreter follows a wrong block id out of the process's memory. On a GPU the host would have to wait to judge.
+    """
+    if lens.device.type != "cpu" or not len(lens):
+        return
+    capacity = block_tables.shape[1] * block_size
+    if int(lens.min()) < 0 or int(lens.max()) > capacity:
+        raise MinillmError(
+            f"{name} must be 0 to {capacity}, what a block table holds; got {int(lens.min())} to {int(lens.max())}"
+        )
+    reached = torch.arange(block_tables.shape[1])[None] * block_size < lens[:, None]
+    ids = block_tables[reached]
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_blocks:
+        raise MinillmError(
+            f"block_tables must name blocks 0 to {num_blocks - 1} where {name} reaches; "
+            f"got {int(ids.min())} to {int(ids.max())}"
+        )

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from minillm.kernels.ahead import Ahead
-from minillm.kernels.checks import expect, expect_whole
+from minillm.kernels.checks import expect, expect_pages, expect_whole
 from minillm.kernels.configs import pick
 from minillm.kernels.flash_prefill_eager import (
     LOG2_E,
@@ -243,8 +243,13 @@ def _expect(
     expect_whole("max_new", max_new, 0)
     if softmax_scale is not None and not softmax_scale > 0:  # the largest score is found before it is scaled
         raise MinillmError(f"softmax_scale must be above 0, got {softmax_scale}")
-    if q.device.type == "cpu" and B and max_new < (longest := int(cu_seqlens.diff().max())):  # a GPU would have to wait
-        raise MinillmError(f"max_new is {max_new}, but a sequence has {longest} new tokens")
+    expect_pages(block_tables, history_lens, blocks, page, "history_lens")
+    if q.device.type == "cpu" and B:  # a GPU would have to wait
+        counts = cu_seqlens.diff()
+        if int(cu_seqlens[0]) != 0 or int(counts.min()) < 0 or int(cu_seqlens[-1]) > N:
+            raise MinillmError(f"cu_seqlens must rise from 0 to at most {N} tokens, got {cu_seqlens.tolist()!r:.80}")
+        if max_new < (longest := int(counts.max())):
+            raise MinillmError(f"max_new is {max_new}, but a sequence has {longest} new tokens")
 
 
 _STRIDES = (

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from minillm.kernels.ahead import Ahead
-from minillm.kernels.checks import expect, expect_whole
+from minillm.kernels.checks import expect, expect_pages, expect_whole
 from minillm.kernels.configs import pick
 from minillm.kernels.merge_splits import merge_splits, merge_splits_bytes, merge_splits_tiled
 from minillm.kernels.splits import MOST, multiprocessors, split_count, split_range
@@ -255,6 +255,7 @@ def paged_decode(
         if scales is not None:
             expect(name, scales, (blocks, page, K), (torch.float32,), like=q)
     expect_whole("max_context", max_context, 0, block_tables.shape[1] * page)
+    expect_pages(block_tables, context_lens, blocks, page)
     if num_splits is None:
         num_splits = split_count(B * K, max_context, multiprocessors(q.device))
     expect_whole("num_splits", num_splits, 1, MOST)

@@ -137,10 +137,11 @@ def int4_linear(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tenso
     or stride.
     """
     expect("x", x, ("rows", "in"))
-    (rows, n_in), n_out = x.shape, len(packed)
+    rows, n_in = x.shape
     if n_in % 2:
         raise MinillmError(f"x must have an even number of inputs, two a byte of the weight, got {n_in}")
     expect("packed", packed, ("out", n_in // 2), (torch.uint8,), like=x)
+    n_out = len(packed)
     expect("scale", scale, (n_out, "groups"), FLOATS, like=x)
     group = n_in // scale.shape[1] if scale.shape[1] else 0
     if group not in GROUPS or group * scale.shape[1] != n_in:

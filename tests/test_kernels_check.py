@@ -350,6 +350,9 @@ def test_the_command_fails_in_words(capsys, monkeypatch):
     [
         (["--kernel", "nothing"], "no kernel 'nothing' lists what to compile; there are"),
         (["--kernel", "checks"], "no kernel 'checks'"),
+        (["--kernel", "../x"], "no kernel '../x'"),
+        (["--kernel", "swiglu.jit"], "no kernel 'swiglu.jit'"),
+        (["--kernel", "."], "no kernel '.'"),
         (["--target", "sm_42"], "target 'sm_42' is not known; use one of sm_80"),
         (["--jobs", "0"], "--jobs must be a whole number from 1"),
     ],
