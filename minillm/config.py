@@ -290,18 +290,12 @@ class EngineConfig:
         if self.dtype != "auto":
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
+            if not isinstance(getattr(self, name), str | None) or getattr(self, name) not in choices:
                 known = ", ".join(repr(c) for c in choices)
                 raise MinillmError(f"{name} {getattr(self, name)!r} is not known; use one of {known}")
-        if self.kv_cache != "paged":
-            for name in ("attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype", "enforce_eager"):
-                if getattr(self, name) != getattr(EngineConfig, name):
-                    raise MinillmError(
-                        f"{name} belongs to kv_cache='paged'; with {self.kv_cache!r} it would be ignored"
-                    )
         if not isinstance(self.enforce_eager, bool):
             raise MinillmError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
-        if self.block_size not in BLOCK_SIZES or not isinstance(self.block_size, int):
+        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
             raise MinillmError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
         for name, optional in (
             ("max_model_len", True), ("max_num_seqs", False), ("threads", True), ("num_kv_blocks", True),
@@ -309,6 +303,12 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None or not optional:
                 _positive_whole(name, value)
+        if self.kv_cache != "paged":
+            for name in ("attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype", "enforce_eager"):
+                if getattr(self, name) != getattr(EngineConfig, name):
+                    raise MinillmError(
+                        f"{name} belongs to kv_cache='paged'; with {self.kv_cache!r} it would be ignored"
+                    )
         if self.threads is not None and self.threads > MAX_THREADS:
             raise MinillmError(f"threads must be at most {MAX_THREADS}, got {self.threads}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:

@@ -46,6 +46,20 @@ def test_numbers_of_other_libraries_become_plain_ones():
     assert (p.stop_token_ids, p.logit_bias) == ((1, 2), {3: 1.0, 4: 2.0})
 
 
+@pytest.mark.parametrize("kv_cache", ["paged", "contiguous"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(name, value) for name in ("attention_backend", "block_size", "num_kv_blocks", "quantization", "kv_cache_dtype",
+                                "enforce_eager", "max_num_seqs")
+     for value in (np.array([16, 32]), torch.tensor([16, 32]), 16.0, [16], {})],
+)  # fmt: skip
+def test_an_option_of_the_wrong_type_is_refused_by_name(kv_cache, field, value):
+    with pytest.raises(MinillmError, match=f"^{field} "):
+        EngineConfig(kv_cache=kv_cache, **{field: value})
+    with pytest.raises(MinillmError, match="^kv_cache "):
+        EngineConfig(kv_cache=value)
+
+
 @pytest.fixture(scope="module")
 def small(tiny_folder, tmp_path_factory):
     """A random Llama of 211 words, w0 to w210, with a chat template that joins strings."""
