@@ -213,6 +213,23 @@ def test_the_command_refuses_what_makes_no_sense(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("work", ["race", "tune"])
+def test_a_card_that_is_not_the_first_is_the_current_device(monkeypatch, work):
+    """CUDA graphs are made and timed on the current device, whatever device the tensors are on."""
+    asked, current = options(), []
+
+    @contextlib.contextmanager
+    def on(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(kernels, "on", on)
+    monkeypatch.setattr(asked, "device", "cuda:1")
+    monkeypatch.setattr(kernels, "race" if work == "race" else "sweep", lambda options: {"on": list(current)})
+    assert (kernels.run if work == "race" else kernels.tune)(asked) == {"on": ["cuda:1"]}
+
+
 def test_the_command_writes_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "cases", lambda tiny: [next(kernel_cases.cases(tiny=True))])
     assert main.main(["kernels", "--device", "cpu", "--out", str(tmp_path)]) == 0

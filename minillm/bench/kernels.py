@@ -17,6 +17,7 @@ import torch
 
 from minillm.bench.common import Options, ceilings, ceilings_after, progress, recorder, synchronize
 from minillm.bench.kernel_cases import Case, cases
+from minillm.device import on
 from minillm.errors import MinillmError
 from minillm.kernels import configs
 from minillm.kernels.traffic import counted
@@ -44,7 +45,10 @@ SETS = 320  # at most
 def run(options: Options) -> dict[str, Any]:
     """Check, predict, seal, measure. On a CPU: check and count, without a word on time."""
     options.model = "shapes of several models, random data"
-    return count(options) if options.on_cpu else race(options)
+    if options.on_cpu:
+        return count(options)
+    with on(torch.device(options.device)):
+        return race(options)
 
 
 # On a CPU -----------------------------------------------------------------------------------------------------------
@@ -228,6 +232,12 @@ def tune(options: Options) -> dict[str, Any]:
     """Try the configurations of SWEEP on the case of each goal: {case: entry for configs.json}, to look at first."""
     if options.on_cpu:
         raise MinillmError("--tune measures, so it needs a CUDA device; --device cpu only counts")
+    with on(torch.device(options.device)):
+        return sweep(options)
+
+
+def sweep(options: Options) -> dict[str, Any]:
+    """As `tune`, on the current device."""
     arch, found = configs.arch(torch.device(options.device)), {}
     wanted = {str(g["key"]).rpartition(".")[0] for g in GOALS}
     for case in (c for c in cases(tiny=False) if c.key in wanted and c.tuned in SWEEP):
