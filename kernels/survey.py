@@ -72,13 +72,14 @@ def modules(names: Iterable[str] = ()) -> dict[str, dict[str, Ahead]]:
 
 
 def variants(known: dict[str, dict[str, Ahead]], targets: Sequence[str] = ()) -> list[Variant]:
-    """Every case on each of its targets; misaligned, which nobody launches for speed, the first case of each kernel."""
+    """Every case on each of its targets; misaligned, which nobody launches for speed, a kernel's first there."""
     if wrong := [t for t in targets if t not in TARGETS]:
         raise MinillmError(f"target {wrong[0]!r} is not known; use one of {', '.join(TARGETS)}")
-    first: dict[int, str] = {}
+    first: dict[tuple[int, str], str] = {}
     for cases in known.values():
         for case in cases.values():
-            first.setdefault(id(case.kernel), case.name)
+            for target in case.targets:
+                first.setdefault((id(case.kernel), target), case.name)
     return [
         Variant(module, case.name, target, aligned)
         for module, cases in known.items()
@@ -86,7 +87,7 @@ def variants(known: dict[str, dict[str, Ahead]], targets: Sequence[str] = ()) ->
         for target in case.targets
         if not targets or target in targets
         for aligned in (True, False)
-        if aligned or first[id(case.kernel)] == case.name
+        if aligned or first[id(case.kernel), target] == case.name
     ]
 
 
