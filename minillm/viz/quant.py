@@ -45,7 +45,7 @@ def grid_figure(panels: Mapping[str, tuple[Tensor, Tensor]], unit: float = 1.0) 
     panels: {title: (weights [n], the same made whole from codes [n])}.
     """
     fig, axes = style.figure(7.5, 1.25 * len(panels) + 0.5, rows=len(panels))
-    span = max(float(w.abs().max()) for w, _ in panels.values()) * 1.08 / unit
+    span = max(float(x.abs().max()) for pair in panels.values() for x in pair) * 1.06 / unit
     for ax, (title, (weights, made)) in zip(axes, panels.items(), strict=True):
         w, m = weights.double() / unit, made.double() / unit
         levels = torch.unique(m)
@@ -55,12 +55,10 @@ def grid_figure(panels: Mapping[str, tuple[Tensor, Tensor]], unit: float = 1.0) 
         ax.plot(m.tolist(), [0.75] * len(m), "o", color=style.VERMILLION, markersize=4.5, alpha=0.7)
         words = f"{title}: {len(levels)} codes in use, error {relative_error(made, weights):.1%}"
         ax.set_title(words, fontsize=style.SMALL, loc="left")
-        ax.set(xlim=(-span, span), ylim=(0, 1), yticks=[])
+        ax.set(xlim=(-span, span), ylim=(0, 1))
+        ax.set_yticks([0.3, 0.75], ["before", "after"], fontsize=style.SMALL)
         ax.grid(False)
     style.name_axes(axes[-1], "weight, in standard deviations of the plain row", "")
-    axes[0].text(0.995, 0.3, "before", transform=axes[0].transAxes, fontsize=style.SMALL, ha="right", va="center")
-    axes[0].text(0.995, 0.75, "after", transform=axes[0].transAxes, fontsize=style.SMALL, ha="right", va="center",
-                 color=style.VERMILLION)  # fmt: skip
     return fig
 
 
@@ -106,7 +104,7 @@ def quality_figure(judged: Sequence[Judged], plain_megabytes: float) -> Figure:
         words = j.name if passed else f"{j.name}: fails"
         style.label(ax, j.megabytes, y, words, color, dx=9)
     ax.plot([plain_megabytes], [floor], "s", color=style.BLACK, markersize=7)
-    style.label(ax, plain_megabytes, floor, "bf16", style.BLACK, dx=-9, ha="right")
+    style.label(ax, plain_megabytes, floor, "bf16, by definition 0", style.BLACK, dx=-9, ha="right")
     ax.set_yscale("log")
     ax.set_xlim(0, plain_megabytes * 1.08)
     ax.set_ylim(floor * 0.7, 100)
@@ -117,7 +115,7 @@ def quality_figure(judged: Sequence[Judged], plain_megabytes: float) -> Figure:
 
 
 def rows_figure(
-    rows: Sequence[int], times: Mapping[str, Sequence[float]], marks: Mapping[str, float] | None = None
+    rows: Sequence[float], times: Mapping[str, Sequence[float]], marks: Mapping[str, float] | None = None
 ) -> Figure:
     """Seconds of one product against rows, a line a scheme, both axes logarithmic; marks: {words: rows}."""
     fig, (ax,) = style.figure(7.5, 3.9)
@@ -125,13 +123,14 @@ def rows_figure(
         ax.plot(
             rows, [1e6 * t for t in line], color=style.PALETTE[i], linestyle=style.LINES[i], linewidth=2, label=name
         )
-    low, high = min(min(t) for t in times.values()) * 1e6, max(max(t) for t in times.values()) * 1e6
+    high = max(max(t) for t in times.values()) * 1e6
     for i, (words, x) in enumerate((marks or {}).items()):
         ax.axvline(x, color=style.GREY, linewidth=1, linestyle=":")
-        style.label(ax, x, low * (high / low) ** (0.9 - 0.13 * i), words, style.GREY, dx=-5, ha="right")
+        left = i % 2 == 0
+        style.label(ax, x, high * 0.9, words, style.GREY, dx=-5 if left else 5, ha="right" if left else "left")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    style.plain_ticks(ax, rows[::2])
+    style.plain_ticks(ax, [r for r in rows if r == int(r) and int(r).bit_length() % 2])
     ax.legend(fontsize=style.SMALL, loc="lower right", frameon=False)
     style.name_axes(ax, "rows multiplied together (tokens)", "time of the product (µs)")
     return fig
