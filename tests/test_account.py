@@ -18,6 +18,7 @@ ENGINES = {
     "contiguous": {},
     "paged": {"kv_cache": "paged", "num_kv_blocks": 8},
     "paged, reference": {"kv_cache": "paged", "num_kv_blocks": 8, "attention_backend": "reference"},
+    "codes for weights": {"quantization": "int8"},
     "paged, own part": {"kv_cache": "paged", "num_kv_blocks": 8, "parts": {"attention": PagedSDPA}},
 }
 

@@ -52,11 +52,13 @@ def accounting(engine: Any) -> Iterator[Account]:
     from minillm.cache.contiguous import ContiguousKVCache
     from minillm.models import transformer
     from minillm.models.linear import Linear
+    from minillm.quant import QuantLinear
 
     account = Account(str(engine.model.device))
     product = lambda self, *args, **kwargs: "lm_head" if self is engine.model.lm_head else "linears"
     places: list[tuple[Any, str, Any]] = [
         (Linear, "__call__", product),
+        (QuantLinear, "__call__", product),
         (engine.model.ops, "rms_norm", "norms"),
         (engine.model.ops, "add_rms_norm", "norms"),
         (engine.model.ops, "swiglu", "activation"),
