@@ -123,15 +123,16 @@ def rows_figure(
         ax.plot(
             rows, [1e6 * t for t in line], color=style.PALETTE[i], linestyle=style.LINES[i], linewidth=2, label=name
         )
-    high = max(max(t) for t in times.values()) * 1e6
+    low, high = min(min(t) for t in times.values()) * 1e6, max(max(t) for t in times.values()) * 1e6
     for i, (words, x) in enumerate((marks or {}).items()):
         ax.axvline(x, color=style.GREY, linewidth=1, linestyle=":")
         left = i % 2 == 0
-        style.label(ax, x, high * 0.9, words, style.GREY, dx=-5 if left else 5, ha="right" if left else "left")
+        y, dx, side = (high * 0.9, -5, "right") if left else (low, 5, "left")
+        style.label(ax, x, y, words, style.GREY, dx=dx, ha=side)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     style.plain_ticks(ax, [r for r in rows if r == int(r) and int(r).bit_length() % 2])
-    ax.legend(fontsize=style.SMALL, loc="lower right", frameon=False)
+    ax.legend(fontsize=style.SMALL, loc="upper left", frameon=False, bbox_to_anchor=(0, 0.92))
     style.name_axes(ax, "rows multiplied together (tokens)", "time of the product (µs)")
     return fig
 
