@@ -30,7 +30,7 @@ def outlier_figure(row: Tensor, bits: int, group: int, outlier: float, zero: boo
         below.axvline(edge - 0.5, color=style.GREY, linewidth=0.6, linestyle=":")
     below.set_ylim(0, 105)
     style.name_axes(ax, "", "standard deviations")
-    style.name_axes(below, "input of the row; dotted: where a group ends", "|error| (%)")
+    style.name_axes(below, "input of the row; dotted: where a group ends", "|error| (% of σ)")
     size = bytes_a_weight(bits, group, len(w), zero)
     words = (
         f"{size:.3f} bytes a weight, bf16 has 2; error of all other weights "
