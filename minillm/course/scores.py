@@ -24,10 +24,11 @@ def learner_text(report: Report, verbose: bool = False) -> str:
     if upcoming := report.next_task():
         graded, result = upcoming
         lines.append(f"next: task {result.task.id}, {result.task.title}: {open_command(graded.file)}")
-        if result.status in ("none", "partial") and not verbose:
-            lines.append("why points were lost: run its check cell, or minillm grade --verbose")
     else:
         lines.append("nothing left to do here")
+    lost = any(result.status in ("none", "partial") for graded in report.notebooks for result in graded.results)
+    if lost and not verbose:
+        lines.append("why points were lost: run the task's check cell, or minillm grade --verbose")
     return "\n".join(lines)
 
 
