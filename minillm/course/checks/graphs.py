@@ -67,6 +67,7 @@ def buffers_args(rows: int, blocks: int, block_size: int, *steps: Sequence[Row])
 
 Call = tuple[str, list[str], str]  # function of torch, names of its inputs, name of its result
 SHORT: list[Call] = [("matmul", ["x", "w"], "h"), ("tanh", ["h"], "a"), ("add", ["a", "x"], "y")]
+IN_PLACE: list[Call] = [("neg_", ["x"], "r"), ("matmul", ["r", "w"], "y")]  # writes into its input, anew at each replay
 LONG: list[Call] = [*SHORT, ("mul", ["y", "scale"], "z"), ("add", ["z", "x"], "out")]
 
 
@@ -104,6 +105,12 @@ class Graph:
 
     def address(self, name: str) -> int:
         return self.memory[name].data_ptr()
+
+    def around(self, name: str) -> tuple[Tensor, Tensor]:
+        """Given to the learner. Results travel as copies, so only here can one see that `get` copied."""
+        before = self.get(name)
+        self.replay()
+        return before, self.get(name)
 
 
 class ReplaysOldValues(Graph):
@@ -155,6 +162,11 @@ class ComputesAtSet(Graph):
         self.run(self.memory)
 
 
+class GetsNoCopy(Graph):
+    def get(self, name: str) -> Tensor:
+        return self.memory[name]
+
+
 class NeverReplays(Graph):
     def replay(self) -> None:
         pass
@@ -186,7 +198,7 @@ def play(kind: Any, program: Sequence[Call], inputs: dict[str, Tensor], script: 
                 found.append("ValueError" if known else str(error))
         else:
             result = getattr(graph, what)(*args)
-            if what == "get":
+            if what in ("get", "around"):
                 found.append(result)
     return found
 

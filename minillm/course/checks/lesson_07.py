@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from minillm.course.checks.graphs import (
+    IN_PLACE,
     LONG,
     SHORT,
     ComputesAtSet,
+    GetsNoCopy,
     Graph,
     MovesInputs,
     MovesResults,
@@ -177,7 +179,7 @@ LESSON = Lesson(
                      graph_args(LONG, ("address", "x"), ("address", "h"), ("address", "out"), ("set", "x", NEW[0]),
                                 ("address", "x"), ("replay",), ("address", "h"), ("address", "out"), ("replay",),
                                 ("address", "out"), ("get", "out")),
-                     points=3, run=play, why="whoever reads the result knows one address, and the recorded calls too"),
+                     points=2, run=play, why="whoever reads the result knows one address, and the recorded calls too"),
                 Case("another shape or type is refused",
                      graph_args(SHORT, ("refused", "x", randn(13, 1, 4)), ("refused", "x", randn(13, 8, 4)),
                                 ("refused", "x", randn(13, 4, 4).double()), ("refused", "x", NEW[0]), ("replay",),
@@ -187,6 +189,8 @@ LESSON = Lesson(
                      graph_args(LONG, ("set", "x", NEW[0]), ("set", "scale", NEW[1]), ("get", "out"), ("replay",),
                                 ("get", "out")),
                      run=play, why="filling a buffer is not running the step"),
+                Case("a call that writes into its input", graph_args(IN_PLACE, ("get", "y"), ("around", "y")),
+                     run=play, why="what the caller handed in, and what `get` handed out, are the caller's: copy both"),
             ],
             mistakes=[
                 Mistake("`set` made a new tensor; the recorded calls go on reading the old one: copy into it (copy_)",
@@ -196,6 +200,8 @@ LESSON = Lesson(
                 Mistake("another shape was taken (copy_ repeats a row if it can): raise ValueError", TakesAnyShape),
                 Mistake("another dtype was taken (copy_ converts): raise ValueError", TakesAnyType),
                 Mistake("`set` only fills the buffer; the calls run in `replay`", ComputesAtSet),
+                Mistake("`get` gave the buffer itself: what was handed out changes with the next replay; return a copy",
+                        GetsNoCopy),
                 Mistake("a replay runs all recorded calls again", NeverReplays),
                 Mistake("a replay runs all recorded calls, in order, and not only the last", ReplaysTheLastCall),
             ],

@@ -29,3 +29,8 @@ class Graph:
 
     def address(self, name):
         return self.memory[name].data_ptr()
+
+    def around(self, name):
+        before = self.get(name)
+        self.replay()
+        return before, self.get(name)

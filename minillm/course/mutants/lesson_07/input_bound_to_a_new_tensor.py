@@ -3,7 +3,7 @@
 import torch
 
 TASK = "07.5"
-POINTS = 0
+POINTS = 1
 HINT = "go on reading the old one"
 
 
@@ -30,3 +30,8 @@ class Graph:
 
     def address(self, name):
         return self.memory[name].data_ptr()
+
+    def around(self, name):
+        before = self.get(name)
+        self.replay()
+        return before, self.get(name)
