@@ -232,7 +232,10 @@ def slot_mapping(rows: Sequence[Any], block_size: int, size: int) -> list[int]:
 def slot_mapping_with(
     rows: Sequence[Any], block_size: int, size: int, *, shift: int = 0, reset: bool = False, logical: bool = False,
     offset: bool = True, table_of: Callable[[int], int] = lambda i: i, pad: int = -1, last: bool = False,
+    beside: int = 0, ids_from: int = 0,
 ) -> list[int]:  # fmt: skip
+    """beside: so many entries away in the table, -1 from the first is the last, and behind the end stands the last;
+    ids_from: the id of the block that lies first in the pool; the other switches are the mistakes by name."""
     out: list[int] = []
     for i, (_, start, num_new) in enumerate(rows):
         table = rows[table_of(i)][0]
@@ -241,7 +244,8 @@ def slot_mapping_with(
             entry, place = divmod(position, block_size)
             if shift:  # one past: the page changes a token too early or too late
                 entry = (position + shift) // block_size
-            block = entry if logical else table[-1 if last else entry]
+            found = -1 if last else min(entry + beside, len(table) - 1)
+            block = entry if logical else table[found] - ids_from
             out.append(block * block_size + (place if offset else 0))
     return out + [pad] * (size - len(out))
 

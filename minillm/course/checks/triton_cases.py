@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minillm.course.candidate import Candidate
+from minillm.course.candidate import Candidate, CandidateError
 from minillm.course.tasks import Case, Wrong
 
 KERNELS = (
@@ -76,7 +76,12 @@ def _watched(
     if answer.reference:  # plain torch
         result = answer(*given)
     else:
-        result = answer.watched(*given, gaps=dict(gaps or {}))
+        try:
+            result = answer.watched(*given, gaps=dict(gaps or {}))
+        except CandidateError as error:
+            if "'function' object is not subscriptable" not in str(error):
+                raise
+            raise Wrong(str(error), "name[grid](...) needs a kernel: put @jit above its def") from None
         _honest(answer.touched, prepared)
     return (result, *(answer.after[i] for i in after)) if after else result
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from minillm.kernels import jit
 
 TASK = "04.3"
-POINTS = 6
+POINTS = 7
 HINT = "x and residual have strides of their own"
 
 
