@@ -122,7 +122,7 @@ class LLM:
         from tqdm.auto import tqdm
 
         pieces: dict[int, list[str]] = {id(r): [] for r in requests}
-        # Closed at once: an exception out here, such as a notebook's interrupt, would keep the run and its blocks alive.
+        # Closed at once: an exception out here, such as a notebook's interrupt, would keep the run's blocks held.
         with (
             closing(self.engine.run(requests)) as steps,
             tqdm(total=len(requests), desc="generate", unit="request", disable=not use_tqdm) as bar,

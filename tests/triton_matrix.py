@@ -1,4 +1,4 @@
-"""Run the kernel tests on several Triton versions: `make triton-matrix`, or `python tests/triton_matrix.py 3.6.0 3.9.0`.
+"""Run the kernel tests on several Triton versions: `make triton-matrix`, or this file with versions: `3.6.0 3.9.0`.
 
 Each version is unpacked beside the installed one, without its dependencies, and put in front of the path. Not part of
 `make test`: it needs a package index and some minutes a version.
@@ -14,7 +14,8 @@ from pathlib import Path
 
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 HERE = Path(__file__).parent
-TESTS = [*sorted(HERE.glob("test_kernels_*.py")), HERE / "test_triton_private.py", HERE / "test_attention_conformance.py"]
+OTHERS = ("test_triton_private.py", "test_attention_conformance.py")
+TESTS = [*sorted(HERE.glob("test_kernels_*.py")), *(HERE / name for name in OTHERS)]
 
 
 def fetch(version: str) -> Path:
