@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from minillm.attention.protocol import Batch, Row
 from minillm.attention.triton import TritonAttention, TritonOps
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.paged import PagedCache
-from minillm.cache.pool import KVPool, block_bytes
+from minillm.cache.pool import LARGEST, KVPool, block_bytes, quantize_kv
 from minillm.config import EngineConfig, ModelConfig
 from minillm.device import on
 from minillm.errors import MinillmError, RequestError
@@ -411,3 +412,18 @@ def test_buckets_cover_every_batch_and_pad_little(largest):
     for n in range(1, largest + 1):
         bucket = next(s for s in sizes if s >= n)
         assert bucket - n <= max(3, 15 if n > 48 else 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_codes_come_from_one_division_rounded_once(dtype):
+    """As in the kernel. torch takes number / tensor as number * (1 / tensor): some codes then fall the other way."""
+    x = torch.randn(200_000, 2, generator=torch.Generator().manual_seed(0)).half().float()
+    amax = x.abs().amax(-1)
+    step = torch.from_numpy(np.float32(LARGEST[dtype]) / amax.numpy())
+    scaled = x * step.unsqueeze(-1)
+    want = (torch.floor(scaled + 0.5) if dtype == torch.int8 else scaled).to(dtype)
+    stored, _ = quantize_kv(x, dtype)
+    assert torch.equal(stored.float(), want.float())
+    by_reciprocal = x * (amax.reciprocal() * LARGEST[dtype]).unsqueeze(-1)
+    wrong = (torch.floor(by_reciprocal + 0.5) if dtype == torch.int8 else by_reciprocal).to(dtype)
+    assert not torch.equal(wrong.float(), want.float()), "this input does not tell the two apart"

@@ -66,7 +66,8 @@ def quantize_kv(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         raise MinillmError(f"a quantised pool must be int8 or float8_e4m3fn, got {name}")
     x = x.float()
     amax = x.abs().amax(-1).clamp_min(SMALLEST_AMAX)
-    stored = x * (LARGEST[dtype] / amax).unsqueeze(-1)
+    step = torch.full_like(amax, LARGEST[dtype]) / amax  # torch takes number / tensor as number * reciprocal
+    stored = x * step.unsqueeze(-1)
     if dtype == torch.int8:
         stored = torch.floor(stored + 0.5)
     return stored.to(dtype), amax / LARGEST[dtype]
