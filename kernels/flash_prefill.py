@@ -29,6 +29,7 @@ from minillm.kernels.flash_prefill_eager import (
 from minillm.kernels.triton_private import TARGETS, jit
 from torch import Tensor
 
+from minillm.cache.pool import LARGEST
 from minillm.errors import MinillmError
 
 __all__ = [
@@ -37,7 +38,6 @@ __all__ = [
 
 HEAD_DIMS = (16, 32, 64, 128)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
 
 
 @jit
@@ -228,7 +228,7 @@ def _expect(
         raise MinillmError(f"query heads must be a multiple of KV heads, got {H} and {K}")
     if (k_scale is None) != (v_scale is None):
         raise MinillmError("k_scale and v_scale belong together: give both, or neither")
-    expect("k_pool", k_pool, ("blocks", "block_size", K, d), (q.dtype,) if k_scale is None else QUANTISED, like=q)
+    expect("k_pool", k_pool, ("blocks", "block_size", K, d), (q.dtype,) if k_scale is None else tuple(LARGEST), like=q)
     blocks, page = k_pool.shape[:2]
     expect("v_pool", v_pool, (blocks, page, K, d), (k_pool.dtype,), like=q)
     if page not in BLOCK_SIZES:

@@ -28,9 +28,9 @@ from minillm.kernels.splits import MOST, multiprocessors, split_count, split_ran
 from minillm.kernels.triton_private import jit
 from torch import Tensor
 
+from minillm.cache.pool import LARGEST
 from minillm.errors import MinillmError
 
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
 LOG2E = math.log2(math.e)
 LN2 = tl.constexpr(math.log(2))
 TINY = tl.constexpr(1e-24)  # below every scale that rope_kv.py writes
@@ -239,7 +239,9 @@ def paged_decode(
     """
     expect("q", q, ("sequences", "heads", "head_dim"))
     (B, H, d), scaled = q.shape, k_scale is not None
-    expect("k_pool", k_pool, ("num_blocks", "block_size", "kv_heads", d), QUANTISED if scaled else (q.dtype,), like=q)
+    expect(
+        "k_pool", k_pool, ("num_blocks", "block_size", "kv_heads", d), tuple(LARGEST) if scaled else (q.dtype,), like=q
+    )
     expect("v_pool", v_pool, k_pool.shape, (k_pool.dtype,), like=q)
     blocks, page, K, _ = k_pool.shape
     expect("block_tables", block_tables, (B, "max_blocks"), (torch.int32,), like=q)

@@ -203,23 +203,17 @@ class Engine:
 
         A contiguous cache needs the longest row for everybody; a paged one the sum of what each may reach.
         """
+        budget = self._kv_budget() if self.cache is None else 0
+
+        def fits(members: list[Request]) -> bool:
+            if self.cache is not None:
+                return sum(self.cache.most_blocks(r) for r in members) <= self.cache.available
+            longest = max(r.num_prompt_tokens + r.max_tokens for r in members)
+            return len(members) * self._kv_bytes(longest) <= budget
+
         group: list[Request] = []
-        if self.cache is not None:
-            for r in requests:
-                need = sum(self.cache.most_blocks(q) for q in (*group, r))
-                if group and (len(group) == self.config.max_num_seqs or need > self.cache.available):
-                    yield group
-                    group = []
-                group.append(r)
-            if group:
-                yield group
-            return
-        budget = self._kv_budget()
         for r in requests:
-            longest = max(q.num_prompt_tokens + q.max_tokens for q in (*group, r))
-            if group and (
-                len(group) == self.config.max_num_seqs or (len(group) + 1) * self._kv_bytes(longest) > budget
-            ):
+            if group and (len(group) == self.config.max_num_seqs or not fits([*group, r])):
                 yield group
                 group = []
             group.append(r)

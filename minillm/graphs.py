@@ -106,9 +106,11 @@ class DecodeGraphs:
         """Logits [B, V] of a step in which every sequence has one new token; None when no graph serves it."""
         if any(row.num_new != 1 for row in batch.rows) or len(batch.rows) > self.rows[-1]:
             return None
-        plan = self.attention.plan(batch)
         rows = next(n for n in self.rows if n >= len(batch.rows))
-        context = next(n for n in self.contexts if n >= plan.max_context)
+        context = next(n for n in self.contexts if n >= max(row.context for row in batch.rows))
+        if self.graphs.get((rows, context), ...) is None:
+            return None  # captured once and found slower: the eager step makes its own plan
+        plan = self.attention.plan(batch)
         with on(self.model.device):
             if (rows, context) not in self.graphs:
                 self.graphs[rows, context] = self._make(rows, context, batch, plan)

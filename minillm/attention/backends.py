@@ -25,7 +25,7 @@ def make_paged_cache(model: Transformer, config: EngineConfig, make_allocator: C
     fits = free_memory(model.device) // 2 // each
     wanted = config.max_num_seqs * -(-model.max_len // config.block_size)
     blocks = config.num_kv_blocks or min(wanted, fits)
-    if blocks < 1 or blocks * each > 2 * fits * each:
+    if not 1 <= blocks <= 2 * fits:
         raise MinillmError(
             f"{max(blocks, 1)} blocks of KV cache take {max(blocks, 1) * each / 1e9:.2f} GB, and "
             f"{2 * fits * each / 1e9:.2f} GB are free; lower num_kv_blocks, max_model_len or max_num_seqs"

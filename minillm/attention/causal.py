@@ -68,8 +68,7 @@ class NoCacheAttention:
         for row in batch.rows:
             if row.start:
                 raise ValueError(f"NoCacheAttention keeps no KV: a sequence must start at 0, got {row.start}")
-        ends = (batch.last + 1).tolist()
-        return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        return batch.slices
 
     def write(self, layer: int, k: Tensor, v: Tensor, plan: list[slice]) -> None:
         self.k, self.v = k, v

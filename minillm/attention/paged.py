@@ -72,11 +72,9 @@ class PagedAttention:
             check_table(row, self.pool.block_size)
         device = batch.token_ids.device
         table = slots(block_table(batch.rows, device), self.pool.block_size)  # [rows, T]: the slot of each token
-        ends = (batch.last + 1).tolist()
-        parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
         contexts = [table[i, : row.context] for i, row in enumerate(batch.rows)]
         new = torch.cat([own[row.start :] for own, row in zip(contexts, batch.rows, strict=True)])
-        plan = GatherPlan(new, parts, contexts)
+        plan = GatherPlan(new, batch.slices, contexts)
         if len(batch.rows) > 1 and all(row.num_new == 1 for row in batch.rows):
             lengths = torch.tensor([row.context for row in batch.rows], device=device)
             longest = max(row.context for row in batch.rows)

@@ -47,6 +47,12 @@ class Batch:
         table = torch.tensor([token_ids, positions], dtype=torch.int64).to(device)
         return cls(rows, table[0], table[1], torch.tensor(last, dtype=torch.int64, device=device))
 
+    @property
+    def slices(self) -> list[slice]:
+        """Which of the step's tokens are each sequence's own."""
+        ends = (self.last + 1).tolist()
+        return [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
 
 class AttentionBackend(Protocol):
     """Called by the transformer: `plan` once a step, then for each layer `write` and `forward`.

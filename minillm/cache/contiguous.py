@@ -86,9 +86,7 @@ class PrefillPlan:
     """Sequences one after the other, each attended on its own: prompts, chunks of prompts, or one decode token."""
 
     def __init__(self, batch: Batch, k: Tensor, v: Tensor):
-        ends = (batch.last + 1).tolist()
-        slices = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-        self.parts = [SequencePart(row, s, k, v) for row, s in zip(batch.rows, slices, strict=True)]
+        self.parts = [SequencePart(row, s, k, v) for row, s in zip(batch.rows, batch.slices, strict=True)]
 
 
 class SequencePart:
