@@ -6,6 +6,8 @@ and in which order, stands in its block table.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from minillm.errors import MinillmError
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 SMALLEST_AMAX = 1e-20  # the least that is divided by
+BlockLayout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each tensor of one block
 
 
 class KVPool:
@@ -45,7 +48,64 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None)
+        return sum(t.nbytes for t in self._stored)
+
+    @property
+    def _stored(self) -> list[Tensor]:
+        """k, v and the scales there are. fp8 as raw bytes: torch copies it, but cannot scatter it."""
+        held = [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+        return [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in held]
+
+    @property
+    def block_layout(self) -> BlockLayout:
+        """dtype and shape of each tensor of a block's payload."""
+        return tuple((t.dtype, (t.shape[0], *t.shape[2:])) for t in self._stored)
+
+    def read_block(self, i: int) -> list[Tensor]:
+        """Block i over all layers, to the bit: k, v and the scales there are, new CPU tensors (see `block_layout`)."""
+        return self.read_blocks([i])[0]
+
+    def write_block(self, i: int, payload: Sequence[Tensor]) -> None:
+        """Put back what `read_block` gave, into any block. MinillmError, and nothing written, if it does not fit."""
+        self.write_blocks([i], [payload])
+
+    def read_blocks(self, ids: Sequence[int]) -> list[list[Tensor]]:
+        """`read_block` of each. From a GPU in one gather and one copy for each of the pool's tensors."""
+        self._check_ids(ids)
+        if not self.k.is_cuda or not ids:
+            return [[t[:, i].clone(memory_format=torch.contiguous_format) for t in self._stored] for i in ids]
+        index = torch.tensor(ids, dtype=torch.long, device=self.k.device)
+        taken = []
+        for t in self._stored:
+            blocks = t.index_select(1, index).transpose(0, 1).contiguous()
+            # Page-locked, since the link is slower to any other memory. Torch keeps and reuses it, so what leaves here
+            # is copied once more: a payload in it would lock memory for as long as a tier holds it.
+            taken.append(torch.empty(blocks.shape, dtype=t.dtype, pin_memory=True).copy_(blocks))
+        return [[t[n].clone() for t in taken] for n in range(len(ids))]
+
+    @torch.inference_mode()
+    def write_blocks(self, ids: Sequence[int], payloads: Sequence[Sequence[Tensor]]) -> None:
+        """`write_block` of each, all or nothing. To a GPU in one copy and one scatter for each of its tensors."""
+        self._check_ids(ids)
+        if len(ids) != len(payloads) or len(set(ids)) != len(ids):
+            raise MinillmError(f"{len(payloads)} payloads for the blocks {list(ids)!r:.80}: each block needs its own")
+        for payload in payloads:
+            if (given := tuple((t.dtype, tuple(t.shape)) for t in payload)) != self.block_layout:
+                raise MinillmError(f"this is no block of this pool: {given}, the pool has {self.block_layout}")
+        if not self.k.is_cuda or not ids:
+            for i, payload in zip(ids, payloads, strict=True):
+                for t, part in zip(self._stored, payload, strict=True):
+                    t[:, i] = part
+            return
+        index = torch.tensor(ids, dtype=torch.long, device=self.k.device)
+        for t, parts in zip(self._stored, zip(*payloads, strict=True), strict=True):
+            shape = (t.shape[0], len(ids), *t.shape[2:])
+            staged = torch.stack(parts, 1, out=torch.empty(shape, dtype=t.dtype, pin_memory=True))
+            t.index_copy_(1, index, staged.to(t.device, non_blocking=True))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not all(1 <= i <= self.num_blocks for i in ids):
+            raise MinillmError(f"blocks are 1 to {self.num_blocks} (0 is padding), got {list(ids)!r:.80}")
 
 
 def block_bytes(config: ModelConfig, block_size: int, itemsize: int, kv_dtype: str = "auto") -> int:
