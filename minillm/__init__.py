@@ -11,14 +11,15 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "MinillmError", "ModelConfig", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
-    from minillm.config import EngineConfig, ModelConfig
+    from minillm.config import ModelConfig
+    from minillm.engine_config import EngineConfig
     from minillm.errors import MinillmError
     from minillm.llm import LLM
     from minillm.request import RequestOutput, SamplingParams
 
 _HOME = {
     "LLM": "minillm.llm",
-    "EngineConfig": "minillm.config",
+    "EngineConfig": "minillm.engine_config",
     "MinillmError": "minillm.errors",
     "ModelConfig": "minillm.config",
     "RequestOutput": "minillm.request",

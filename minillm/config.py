@@ -1,14 +1,14 @@
-"""Configurations, validated once, at the door.
+"""`ModelConfig`: what the arithmetic of a decoder needs, validated once, at the door.
 
-`ModelConfig` holds what the arithmetic of a decoder needs, read from a Hugging Face `config.json` of
-the Llama, Qwen2/2.5 or Qwen3 dense families. `EngineConfig` holds what a user may choose about how it runs.
+Read from a Hugging Face `config.json` of the Llama, Qwen2/2.5 or Qwen3 dense families. What a user may choose about
+how it runs is `EngineConfig`, in engine_config.py.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,7 @@ from minillm.errors import MinillmError
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 MAX_SIZE, MAX_LAYERS = 2**31 - 1, 10_000  # far beyond any model: a larger number in a config is a mistake
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-CHOICES: dict[str, tuple[str | None, ...]] = {
-    "kv_cache": ("contiguous", "paged", "none"),
-    "attention_backend": ("auto", "reference", "torch", "triton"),
-    "quantization": (None, "int8", "int4"),
-    "kv_cache_dtype": ("auto", "int8", "fp8"),
-}
 MAX_REAL = 1e30  # of constants that enter fp32 arithmetic
-MAX_THREADS = 1024  # torch dies in its thread pool on absurd numbers
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
@@ -76,7 +68,7 @@ class ModelConfig:
             "max_position_embeddings",
         ):
             value = getattr(self, name)
-            _positive_whole(f"config: {name}", value)
+            positive_whole(f"config: {name}", value)
             if value > (limit := MAX_LAYERS if name == "num_layers" else MAX_SIZE):
                 raise MinillmError(f"config: {name} must be at most {limit}, got {value!r}")
         for name in ("rms_norm_eps", "rope_theta"):
@@ -220,7 +212,7 @@ def _check_family(model_type: Any) -> str:
     return str(model_type)
 
 
-def _positive_whole(name: str, value: Any) -> None:
+def positive_whole(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise MinillmError(f"{name} must be a positive whole number, got {value!r}")
 
@@ -247,73 +239,3 @@ def _check_rope_scaling(scaling: dict[str, Any] | None) -> None:
             "config: rope scaling's high_freq_factor must be above its low_freq_factor, "
             f"got {scaling['high_freq_factor']} and {scaling['low_freq_factor']}"
         )
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine runs. Every field is honoured; a value that cannot be is refused here.
-
-    dtype          "auto" (the checkpoint's, or fp32 on a CPU without bf16 instructions), or one of DTYPES
-    device         "auto" (cuda if there is one, else cpu), "cpu", "cuda", "cuda:1" ...
-    kv_cache       "contiguous"; "paged": blocks of tokens, through a block table (lesson 06); or "none": recompute
-                   every token at every step (lesson 01)
-    attention_backend  of a paged cache: "reference" (plain torch, fp32 inside), "torch" (SDPA over gathered pages),
-                   "triton" (the kernels; interpreted, so slow, on a CPU); "auto" is triton on a GPU
-                   where its kernels run this model, else torch
-    block_size     tokens a block of a paged cache holds: 16 to 256, a power of two
-    num_kv_blocks  blocks of a paged cache; None takes what max_num_seqs longest sequences need, if half of the free
-                   memory holds that
-    quantization   of the weights (lesson 08): None, "int8" (a scale an output) or "int4" (a scale a group of inputs)
-    kv_cache_dtype  of a paged cache: "auto" (the model's dtype), "int8" or "fp8", with a scale a token and head
-    enforce_eager  never capture CUDA graphs (lesson 07)
-    max_model_len  most tokens of prompt and output together; None takes the model's limit
-    max_num_seqs   most sequences decoded together
-    seed           seeds requests that bring none
-    threads        CPU threads for torch; None leaves torch's choice
-    """
-
-    dtype: str = "auto"
-    device: str = "auto"
-    kv_cache: str = "contiguous"
-    attention_backend: str = "auto"
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-    enforce_eager: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 32
-    seed: int = 0
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype != "auto":
-            object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        for name, choices in CHOICES.items():
-            if not isinstance(getattr(self, name), str | None) or getattr(self, name) not in choices:
-                known = ", ".join(repr(c) for c in choices)
-                raise MinillmError(f"{name} {getattr(self, name)!r} is not known; use one of {known}")
-        if not isinstance(self.enforce_eager, bool):
-            raise MinillmError(f"enforce_eager must be True or False, got {self.enforce_eager!r}")
-        if not isinstance(self.block_size, int) or self.block_size not in BLOCK_SIZES:
-            raise MinillmError(f"block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {self.block_size!r}")
-        for name, optional in (
-            ("max_model_len", True), ("max_num_seqs", False), ("threads", True), ("num_kv_blocks", True),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None or not optional:
-                _positive_whole(name, value)
-        if self.kv_cache != "paged":
-            for name in ("attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype", "enforce_eager"):
-                if getattr(self, name) != getattr(EngineConfig, name):
-                    raise MinillmError(
-                        f"{name} belongs to kv_cache='paged'; with {self.kv_cache!r} it would be ignored"
-                    )
-        if self.threads is not None and self.threads > MAX_THREADS:
-            raise MinillmError(f"threads must be at most {MAX_THREADS}, got {self.threads}")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
-            raise MinillmError(f"seed must be a whole number from 0 to 2**63-1, got {self.seed!r}")
-
-    @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(cls))

@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, one step after the other. Lessons 01 to 03 assemble it.
+"""The engine: a model, its memory and a scheduler, put together from a configuration and parts. Lesson 09 completes it.
 
-A step computes logits, samples one token for each running request and hands it to the request's output.
-Requests run in static groups here: a group starts together, and the next one waits until its last
-member is done. Lesson 09 shows what that costs and replaces it.
+`make_request` is the door, where input is judged. `run` drives requests to their end. A paged engine has one
+`EngineCore` for its whole life, so that requests of any number of callers share its steps; the older kinds of cache
+make one for each run, in static groups.
 """
 
 from __future__ import annotations
@@ -10,66 +10,56 @@ from __future__ import annotations
 import contextlib
 import copy
 import numbers
-import operator
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from minillm.attention.backends import make_attention, make_paged_cache
+from minillm.attention.backends import make_attention
 from minillm.attention.triton import TritonAttention
-from minillm.cache.blocks import BlockAllocator
+from minillm.cache.build import make_paged_cache, weights_id
 from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
 from minillm.cache.paged import PagedCache
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import ModelConfig
+from minillm.core import Delta, EngineCore
 from minillm.device import free_memory, pick_device, pick_dtype
+from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError, RequestError
+from minillm.events import EventLog
 from minillm.graphs import DecodeGraphs
 from minillm.models.detokenizer import IncrementalDetokenizer
 from minillm.models.tokenizer import Tokenizer
 from minillm.models.transformer import Transformer
 from minillm.output import OutputProcessor
+from minillm.parts import check_parts, make_part
+from minillm.policy import Load, SchedulerPolicy, make_policy
 from minillm.request import MAX_SEED, Request, SamplingParams
 from minillm.runner import CachedRunner, NaiveRunner, PagedRunner, Runner
-from minillm.sampler import NO_TOKEN, Sampler, no_token_error, validate
+from minillm.sampler import Sampler, validate
+from minillm.scheduler import Limits, Scheduler, StaticScheduler
 
-PARTS = ("sampler", "kv_cache", "detokenizer", "allocator", "attention")
-# Parts that only one kind of KV cache calls. With another they would be accepted and ignored, so they are refused.
-PART_OF = {"kv_cache": "contiguous", "allocator": "paged", "attention": "paged"}
+PRIORITIES = range(-1000, 1001)
 
 
 class Engine:
-    """One model on one device. `run` is the step loop; `make_request` is the door, where input is judged."""
+    """One model on one device."""
 
     def __init__(
-        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any] | None = None
-    ):
-        """parts: a learner's own `sampler` (an object with `sample`), or classes: `detokenizer`; `kv_cache` of a
-        contiguous cache; `allocator` (called with the number of blocks) and `attention` (called with the `KVPool`) of a
-        paged one.
-        """
-        if not isinstance(parts or {}, Mapping):
-            raise MinillmError(f"parts must be a dict of {', '.join(PARTS)}, got {parts!r:.80}")
-        parts = {name: part for name, part in (parts or {}).items() if part is not None}
-        if unknown := [name for name in parts if name not in PARTS]:
-            raise MinillmError(f"parts: {unknown[0]!r} is not a part of this engine; it has {', '.join(PARTS)}")
-        if not callable(getattr(parts.get("sampler", Sampler), "sample", None)):
-            raise MinillmError(
-                f"parts: the sampler needs a method sample(logits, requests), got {parts['sampler']!r:.80}"
-            )
-        for name in parts.keys() - {"sampler"}:
-            if not callable(parts[name]):
-                raise MinillmError(f"parts: {name} must be a class, got {parts[name]!r:.80}")
-            if PART_OF.get(name, config.kv_cache) != config.kv_cache:
-                raise MinillmError(
-                    f"parts: {name} belongs to kv_cache={PART_OF[name]!r}, and this engine has {config.kv_cache!r}, "
-                    "which would never call it"
-                )
+        self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any] | None = None,
+        weights_id: str = "",
+    ):  # fmt: skip
+        """parts: see `parts.PARTS`. weights_id: what distinguishes these weights from others, for cached KV."""
+        parts = check_parts(parts, config)
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self.sampler = parts["sampler"] if "sampler" in parts else Sampler()
         self.detokenizer = parts.get("detokenizer", IncrementalDetokenizer)
+        self.events = EventLog()
+        self.policy: SchedulerPolicy = make_policy(config.scheduling_policy, config.priority_ageing_s)
+        if "policy" in parts:
+            self.policy = parts["policy"]
         self.cache: PagedCache | None = None
         self.runner: Runner
         if config.kv_cache == "none":
@@ -77,7 +67,7 @@ class Engine:
         elif config.kv_cache == "contiguous":
             self.runner = CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
         else:
-            self.cache = make_paged_cache(model, config, parts.get("allocator", BlockAllocator))
+            self.cache = make_paged_cache(model, tokenizer, config, parts, self.events, weights_id)
             attention = make_attention(config.attention_backend, model, self.cache.pool, parts.get("attention"))
             graphs = None
             if model.device.type == "cuda" and not config.enforce_eager and type(attention) is TritonAttention:
@@ -86,12 +76,37 @@ class Engine:
         self.max_model_len = model.max_len
         # A checkpoint may name an end token that its vocabulary does not have: it never comes.
         self.eos_token_ids = frozenset(t for t in tokenizer.eos_token_ids if 0 <= t < model.config.vocab_size)
+        self._make_scheduler = parts.get("scheduler", Scheduler)
+        self.core = self._new_core() if config.continuous else None
+        self._inboxes: dict[Request, deque[list[Delta]]] = {}  # who waits for which request's text
         self._made = 0
+
+    def _new_core(self) -> EngineCore:
+        """A step loop. Of a continuous engine there is one; a static run has its own."""
+        config, runner = self.config, self.runner
+        make_output = lambda r: OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer)
+        if config.continuous:
+            assert self.cache is not None
+            keep = int(config.watermark * self.cache.pool.num_blocks)
+            limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill, keep)
+            what = "the cache, the policy, the limits and the event log"
+            scheduler = make_part("scheduler", self._make_scheduler, what, self.cache, self.policy, limits, self.events)
+            budget = config.max_num_batched_tokens if config.enable_chunked_prefill else None
+            return EngineCore(scheduler, runner, self.sampler, make_output, self.cache, self.events, budget)
+        runner = copy.copy(runner)  # shares the model; cache and rows are made by start()
+        static = StaticScheduler(self._fits, runner.start, runner.finish, config.max_num_seqs)
+        return EngineCore(static, runner, self.sampler, make_output, self.cache, self.events)
 
     # The door ---------------------------------------------------------------------------------------
 
-    def make_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0) -> Request:
-        """Check everything that can be checked before any work is done. Raises RequestError with the field's name."""
+    def make_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0, *, request_id: str | None = None,
+        priority: int = 0, deadline_s: float | None = None, tenant: str = "",
+    ) -> Request:  # fmt: skip
+        """Check everything that can be checked before any work is done. Raises RequestError with the field's name.
+
+        deadline_s: seconds from now after which the request must not begin. tenant: whose cached prefixes it may use.
+        """
         ids = list(prompt_token_ids)
         vocab = self.model.config.vocab_size
         if not ids:
@@ -114,34 +129,57 @@ class Engine:
             raise RequestError(
                 "min_tokens", f"{params.min_tokens} asked for, but the context leaves room for {max_tokens} tokens"
             )
-        if self.cache is not None and (blocks := self.cache.blocks_for(len(ids) + max_tokens - 1)) > (
-            total := self.cache.pool.num_blocks
+        if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
+            raise RequestError("priority", f"expected a whole number from -1000 to 1000, got {priority!r}")
+        if not isinstance(tenant, str):
+            raise RequestError("tenant", f"expected a name, got {tenant!r:.80}")
+        now = time.perf_counter()
+        if deadline_s is not None and (
+            isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < 1e9
         ):
-            raise RequestError(
-                "max_tokens",
-                f"this request may need {blocks} blocks of KV cache, and there are {total}; ask for fewer tokens",
-            )
-        need, have = self._kv_bytes(len(ids) + max_tokens), self._kv_budget()
-        if self.cache is None and need > have:
-            raise RequestError(
-                "max_tokens",
-                f"this request may need {need / 1e9:.1f} GB of KV cache, but {have / 1e9:.1f} GB are free; "
-                "ask for fewer tokens",
-            )
+            raise RequestError("deadline_s", f"expected seconds from now, above 0, got {deadline_s!r}")
+        self._check_memory(len(ids), max_tokens, tenant)
         self._made += 1
         if params.seed is not None:
             seed = (params.seed + index) % (MAX_SEED + 1)
         else:  # unseeded requests differ from each other, and repeat with the engine's seed
             seed = (self.config.seed * 1_000_003 + self._made) % (MAX_SEED + 1)
-        return Request(
-            request_id=str(self._made - 1),
-            prompt_token_ids=[int(t) for t in ids],
-            params=params,
-            seed=seed,
-            eos_token_ids=self.eos_token_ids,
-            max_tokens=max_tokens,
-            times={"arrival": time.perf_counter()},
-        )
+        request = Request(
+            request_id=str(self._made - 1) if request_id is None else request_id,
+            prompt_token_ids=[int(t) for t in ids], params=params, seed=seed, eos_token_ids=self.eos_token_ids,
+            max_tokens=max_tokens, times={"arrival": now}, priority=priority, tenant=tenant,
+            deadline=None if deadline_s is None else now + deadline_s,
+        )  # fmt: skip
+        if reason := self.policy.admit(request, self.load()):
+            self.events.record("refused", request.request_id, field="request", reason=reason)
+            raise RequestError("request", reason)
+        return request
+
+    def _check_memory(self, prompt: int, max_tokens: int, tenant: str) -> None:
+        """A request that can never fit is refused here, so that it never blocks the queue."""
+        if self.cache is None:
+            need, have = self._kv_bytes(prompt + max_tokens), self._kv_budget()
+            if need > have:
+                raise RequestError(
+                    "max_tokens",
+                    f"this request may need {need / 1e9:.1f} GB of KV cache, but {have / 1e9:.1f} GB are free; "
+                    "ask for fewer tokens",
+                )
+            return
+        if (blocks := self.cache.blocks_for(prompt + max_tokens - 1)) > (total := self.cache.capacity(tenant)):
+            raise RequestError(
+                "max_tokens",
+                f"this request may need {blocks} blocks of KV cache, and there are {total}; ask for fewer tokens",
+            )
+
+    def load(self) -> Load:
+        """A snapshot for policies: who waits, who runs, what is free."""
+        scheduler = self.core.scheduler if self.core is not None else None
+        return Load(
+            waiting=scheduler.num_waiting if scheduler else 0, running=len(scheduler.running) if scheduler else 0,
+            free_blocks=self.cache.available() if self.cache else 0,
+            total_blocks=self.cache.pool.num_blocks if self.cache else 0,
+        )  # fmt: skip
 
     def _kv_bytes(self, tokens: int) -> int:
         return 0 if self.config.kv_cache == "none" else kv_bytes(self.model.config, tokens, self.model.dtype.itemsize)
@@ -150,94 +188,57 @@ class Engine:
         """Half of what is free: activations and everybody else live in the other half."""
         return free_memory(self.model.device) // 2
 
-    # The step loop ------------------------------------------------------------------------------------
-
-    def run(self, requests: Sequence[Request]) -> Generator[list[tuple[Request, str]], None, None]:
-        """Run to the end. Yields, after each step, the requests that got a token and the text it released.
-
-        All state of a run is its own, so that several may be under way at once and any may be abandoned.
-        """
-        runner = copy.copy(self.runner)  # shares the model; cache and rows are made by start()
-        outputs = {id(r): OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer) for r in requests}
-        for group in self._groups(requests):
-            try:
-                runner.start(group)
-                running = list(group)
-                # Prompts one at a time: each is already enough work for the machine. Then everybody together.
-                logits = torch.cat([runner.forward([r]) for r in group])
-                while True:
-                    yield self._sample(logits, running, outputs)
-                    done, running = [r for r in running if r.finished], [r for r in running if not r.finished]
-                    for r in done:
-                        runner.finish(r)
-                    if not running:
-                        break
-                    logits = runner.forward(running)
-            finally:  # a step that failed, or a caller that stopped listening: nothing stays held
-                for r in group:
-                    with contextlib.suppress(Exception):  # a part that fails here must not hide the first fault
-                        runner.finish(r)
-
-    def _sample(
-        self, logits: torch.Tensor, running: list[Request], outputs: Mapping[int, OutputProcessor]
-    ) -> list[tuple[Request, str]]:
-        tokens, logprobs = _drawn(self.sampler.sample(logits, running), logits.shape)
-        now = time.perf_counter()
-        step = []
-        for row, r, token, entry in zip(logits, running, tokens, logprobs, strict=True):
-            if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
-                r.finish_reason, r.stop_reason = "error", str(no_token_error(row, r))
-                r.times["finished"] = now
-                step.append((r, outputs[id(r)].finish()))
-                continue
-            r.times.setdefault("first_token", now)
-            if entry is not None:
-                r.logprobs.append(entry)
-            step.append((r, outputs[id(r)].push(token)))  # the last delta is complete
-            if r.finished:
-                r.times["finished"] = now
-        return step
-
-    def _groups(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
-        """Cut the requests, in order, into groups whose KV fits and that are not too many.
+    def _fits(self, members: Sequence[Request]) -> bool:
+        """Whether a static group's memory suffices.
 
         A contiguous cache needs the longest row for everybody; a paged one the sum of what each may reach.
         """
-        budget = self._kv_budget() if self.cache is None else 0
+        if self.cache is not None:
+            return sum(self.cache.most_blocks(r) for r in members) <= self.cache.available()
+        longest = max(r.num_prompt_tokens + r.max_tokens for r in members)
+        return len(members) * self._kv_bytes(longest) <= self._kv_budget()
 
-        def fits(members: list[Request]) -> bool:
-            if self.cache is not None:
-                return sum(self.cache.most_blocks(r) for r in members) <= self.cache.available
-            longest = max(r.num_prompt_tokens + r.max_tokens for r in members)
-            return len(members) * self._kv_bytes(longest) <= budget
+    # Running requests -----------------------------------------------------------------------------------
 
-        group: list[Request] = []
-        for r in requests:
-            if group and (len(group) == self.config.max_num_seqs or not fits([*group, r])):
-                yield group
-                group = []
-            group.append(r)
-        if group:
-            yield group
+    def run(self, requests: Sequence[Request]) -> Generator[list[Delta], None, None]:
+        """Run to the end. Yields, after each step, the requests that got a token and the text it released.
 
+        Several runs may be under way at once: in a continuous engine they share its steps. Any may be abandoned: its
+        requests are aborted, and their blocks are free. Raises what a failed step raised, if it was these requests'.
+        """
+        core = self.core or self._new_core()
+        inbox: deque[list[Delta]] = deque()
+        left = set(requests)
+        try:
+            for r in requests:
+                core.add(r)
+                self._inboxes[r] = inbox
+            while left:
+                if not inbox:
+                    self._step(core)
+                    continue
+                step = inbox.popleft()
+                left.difference_update(r for r, _ in step if r.finished)
+                for r, _ in step:
+                    if r in core.failures:
+                        raise core.failures.pop(r)
+                yield step
+        finally:  # a step that failed, or a caller that stopped listening: nothing stays held
+            for r in requests:
+                with contextlib.suppress(Exception):  # a part that fails here must not hide the first fault
+                    core.abort(r)
+                self._inboxes.pop(r, None)
+                core.failures.pop(r, None)
 
-def _drawn(result: Any, shape: Sequence[int]) -> tuple[list[int], list[Any]]:
-    """What a sampler returned, judged: it may be a learner's. shape is [requests, vocabulary]."""
-    count, vocab = shape
-    try:
-        tokens, logprobs = result
-        tokens, logprobs = [operator.index(t) for t in tokens], list(logprobs)
-    except (TypeError, ValueError):
-        raise MinillmError(
-            f"the sampler must return (token ids, logprobs), two lists with an entry a request, got {result!r:.120}"
-        ) from None
-    if not len(tokens) == len(logprobs) == count:
-        raise MinillmError(
-            f"the sampler got {count} requests, but returned {len(tokens)} tokens and {len(logprobs)} logprobs"
-        )
-    if wrong := [t for t in tokens if t != NO_TOKEN and not 0 <= t < vocab]:
-        raise MinillmError(f"the sampler drew {wrong[0]}; token ids are whole numbers from 0 to {vocab - 1}")
-    return tokens, logprobs
+    def _step(self, core: EngineCore) -> None:
+        """One step; each run's share goes into its inbox."""
+        shares: dict[int, tuple[deque[list[Delta]], list[Delta]]] = {}
+        for r, text in core.step():
+            inbox = self._inboxes.get(r)
+            if inbox is not None:
+                shares.setdefault(id(inbox), (inbox, []))[1].append((r, text))
+        for inbox, share in shares.values():
+            inbox.append(share)
 
 
 def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapping[str, Any] | None = None) -> Engine:
@@ -260,4 +261,5 @@ def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapp
     transformer = Transformer(model_config, weights, config.max_model_len, pack=pack)
     if config.quantization is not None:
         quantize_model(transformer, config.quantization)
-    return Engine(transformer, Tokenizer(folder), config, parts)
+    identity = weights_id(folder, exact=config.kv_disk_path is not None)
+    return Engine(transformer, Tokenizer(folder), config, parts, identity)

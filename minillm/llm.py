@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from minillm.config import EngineConfig
 from minillm.engine import Engine, load_engine
+from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError, RequestError
 from minillm.models.hub import EMBEDDED
 from minillm.models.tokenizer import Message, Tokenizer
@@ -28,8 +28,7 @@ class LLM:
 
     model  "smollm2-135m" (embedded), a Hugging Face folder, or a hub name (Llama, Qwen2/2.5, Qwen3 dense families)
     dtype, device, kv_cache, quantization, max_model_len and so on: see `EngineConfig`
-    parts  your own pieces by name: {"sampler": MySampler(), "detokenizer": MyDetokenizer}; of a contiguous cache
-           {"kv_cache": MyCache}; of a paged one {"allocator": MyAllocator, "attention": MyAttention}
+    parts  your own pieces by name, {"sampler": MySampler(), "allocator": MyAllocator}: see `parts.PARTS`
     """
 
     def __init__(
@@ -49,15 +48,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Complete one prompt or many; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. One
         `SamplingParams` serves all prompts; a list gives each its own. Nothing runs when any input is wrong.
+        priority (smaller first, read by scheduling_policy="priority") and tenant (whose cached prefixes it may use): one
+        for all, or a list.
         """
         many = _as_list(prompts)
-        pairs = list(zip(many, _params_for(sampling_params, len(many)), strict=True))
-        jobs = [(text, self._requests(ids, params)) for (text, ids), params in ((self._tokens(p), q) for p, q in pairs)]
+        each = zip(
+            many, _params_for(sampling_params, len(many)), _one_each("priority", priority, int, len(many)),
+            _one_each("tenant", tenant, str, len(many)), strict=True,
+        )  # fmt: skip
+        jobs = []
+        for prompt, params, first, owner in each:
+            text, ids = self._tokens(prompt)
+            jobs.append((text, self._requests(ids, params, priority=first, tenant=owner)))
         texts = self._run([r for _, group in jobs for r in group], use_tqdm)
         return [self._output(text, group, texts) for text, group in jobs]
 
@@ -114,8 +124,8 @@ class LLM:
             return prompt, self.get_tokenizer().encode(prompt)
         return None, _token_ids(prompt)
 
-    def _requests(self, ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        return [self.engine.make_request(ids, params, index) for index in range(params.n)]
+    def _requests(self, ids: Sequence[int], params: SamplingParams, **whose: Any) -> list[Request]:
+        return [self.engine.make_request(ids, params, index, **whose) for index in range(params.n)]
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, str]:
         """Run to the end; the text of each request, by its identity."""
@@ -181,6 +191,15 @@ def _token_ids(prompt: Any) -> Sequence[int]:
     if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence):
         raise RequestError("prompt", f"expected text, token ids or a dict, got {type(prompt).__name__}")
     return list(ids)
+
+
+def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
+    """One value for all prompts, or a list with one for each."""
+    if isinstance(value, kind):
+        return [value] * count
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
+        raise RequestError(name, f"expected one {kind.__name__} or a list of {count}, got {value!r:.80}")
+    return list(value)
 
 
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

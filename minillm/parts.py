@@ -7,13 +7,50 @@ answer is judged where it comes back, and the error names the part. What a part 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from minillm.attention.protocol import Batch
+from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError
+
+# name -> what it is called with; the sampler and the policies are objects, the others classes.
+PARTS = (
+    "sampler", "kv_cache", "detokenizer", "allocator", "attention", "scheduler", "policy", "prefix_cache", "eviction",
+)  # fmt: skip
+OBJECTS = {"sampler": ("sample",), "policy": ("key", "victim", "admit"), "eviction": ("key",)}  # and their methods
+
+
+def check_parts(parts: Any, config: EngineConfig) -> dict[str, Any]:
+    """The parts that were given, if this engine would call each of them. Raises MinillmError otherwise."""
+    if not isinstance(parts or {}, Mapping):
+        raise MinillmError(f"parts must be a dict of {', '.join(PARTS)}, got {parts!r:.80}")
+    parts = {name: part for name, part in (parts or {}).items() if part is not None}
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise MinillmError(f"parts: {unknown[0]!r} is not a part of this engine; it has {', '.join(PARTS)}")
+    paged, prefix = config.kv_cache == "paged", config.enable_prefix_caching
+    read = {  # part -> whether this engine calls it, and what would
+        "kv_cache": (config.kv_cache == "contiguous", "kv_cache='contiguous'"),
+        "allocator": (paged, "kv_cache='paged'"), "attention": (paged, "kv_cache='paged'"),
+        "scheduler": (config.continuous, "batching='continuous'"),
+        "policy": (config.continuous, "batching='continuous'"),
+        "prefix_cache": (prefix, "enable_prefix_caching=True"), "eviction": (prefix, "enable_prefix_caching=True"),
+    }  # fmt: skip
+    for name, part in parts.items():
+        for method in OBJECTS.get(name, ()):
+            if isinstance(part, type) or not callable(getattr(part, method, None)):
+                needed = ", ".join(OBJECTS[name])
+                raise MinillmError(f"parts: the {name} must be an object with {needed}, got {part!r:.80}")
+        if name not in OBJECTS and not callable(part):
+            raise MinillmError(f"parts: {name} must be a class, got {part!r:.80}")
+        if name in read and not read[name][0]:
+            raise MinillmError(
+                f"parts: {name} belongs to {read[name][1]}, and this engine has kv_cache={config.kv_cache!r}, "
+                f"enable_prefix_caching={prefix}: it would never call it"
+            )
+    return parts
 
 
 def make_part(name: str, make: Callable[..., Any], what: str, *arguments: Any) -> Any:

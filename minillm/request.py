@@ -11,6 +11,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
 from minillm.errors import RequestError
@@ -172,13 +173,27 @@ class TokenLogprob:
     decoded_token: str = ""
 
 
-@dataclass
+class Status(StrEnum):
+    """Where a request is. PREEMPTED waits like WAITING, but has begun before."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
 class Request:
-    """One sequence being generated.
+    """One sequence being generated. Two requests are the same only if they are one object.
 
     Invariant: `0 <= num_computed_tokens < num_tokens` whenever an engine may schedule it. KV exists for
-    `tokens[:num_computed_tokens]`; the next step computes `tokens[num_computed_tokens:num_tokens]` and
-    its last row of logits gives the next token.
+    `tokens[:num_computed_tokens]`; a step computes some or all of `tokens[num_computed_tokens:num_tokens]`, and the
+    logits of the last one give the next token.
+
+    priority   smaller is served first, as in vLLM
+    deadline   seconds on the engine's clock; what is still waiting then never runs
+    tenant     whose cached prefixes it may use (lesson 11)
+    paused     its reader has stalled: it keeps its blocks and is not scheduled (back-pressure)
     """
 
     request_id: str
@@ -194,6 +209,18 @@ class Request:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)
+    priority: int = 0
+    deadline: float | None = None
+    tenant: str = ""
+    status: Status = Status.WAITING
+    paused: bool = False
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache or a tier at first admission
+
+    @property
+    def arrival(self) -> float:
+        """Seconds on the engine's clock."""
+        return self.times.get("arrival", 0.0)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -225,8 +252,9 @@ class Request:
 
 @dataclass
 class CompletionOutput:
-    """One completion. `finish_reason` is "stop" (EOS, a stop token or a stop string), "length", or "error" when the
-    model gave no distribution to draw from; `stop_reason` is then the explanation.
+    """One completion. `finish_reason` is "stop" (EOS, a stop token or a stop string), "length", "abort" (cancelled, or
+    its deadline passed while it waited) or "error" (the model gave no distribution to draw from, or a step failed);
+    `stop_reason` is then the explanation.
     """
 
     index: int

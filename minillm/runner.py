@@ -1,7 +1,8 @@
 """From requests to logits: three rungs of the ladder. Lessons 01 (naive), 02 (KV cache) and 06 (paged) build them.
 
-All do the same for the engine: given requests, compute what is missing and return the logits of each one's next token.
-They differ in whether `num_computed_tokens` is allowed to move, and in where keys and values are kept.
+All do the same for the engine: given requests, compute what is missing, or a part of it (lesson 10), and return the
+logits of the next token of each one that is then complete. They differ in whether `num_computed_tokens` is allowed to
+move, and in where keys and values are kept.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from minillm.attention.causal import NoCacheAttention
 from minillm.attention.protocol import AttentionBackend, Batch, Row
+from minillm.cache.blocks import OutOfBlocksError
 from minillm.cache.contiguous import ContiguousKVCache
 from minillm.cache.paged import PagedCache
 from minillm.graphs import DecodeGraphs
@@ -24,8 +26,11 @@ class Runner(Protocol):
     def start(self, requests: Sequence[Request]) -> None:
         """Get ready for a group of requests that will run together."""
 
-    def forward(self, requests: Sequence[Request]) -> Tensor:
-        """Compute each request's missing tokens. Returns the logits of its next token, [len(requests), V]."""
+    def forward(self, requests: Sequence[Request], num_new: Sequence[int] | None = None) -> Tensor:
+        """Compute num_new[i] of request i's missing tokens; None: all of them, for everybody.
+
+        Returns the logits of the next token of each request that is complete after this step, in order, [R, V].
+        """
 
     def finish(self, request: Request) -> None:
         """Let go of whatever the request holds. A second time, or for one that never started, nothing happens."""
@@ -41,7 +46,8 @@ class NaiveRunner:
     def start(self, requests: Sequence[Request]) -> None:
         pass
 
-    def forward(self, requests: Sequence[Request]) -> Tensor:
+    def forward(self, requests: Sequence[Request], num_new: Sequence[int] | None = None) -> Tensor:
+        _whole(requests, num_new, "kv_cache='none'")
         rows = [Row(slot=i, start=0, num_new=r.num_tokens) for i, r in enumerate(requests)]
         batch = Batch.build(rows, [t for r in requests for t in r.tokens], self.model.device)
         hidden = self.model.forward(batch, self.attention)
@@ -71,8 +77,9 @@ class CachedRunner:
         self.cache = self.make_cache(self.model.config, len(requests), length, self.model.dtype, self.model.device)
         self.owners = list(requests)
 
-    def forward(self, requests: Sequence[Request]) -> Tensor:
+    def forward(self, requests: Sequence[Request], num_new: Sequence[int] | None = None) -> Tensor:
         assert self.cache is not None, "start() comes first"
+        _whole(requests, num_new, "kv_cache='contiguous'")
         row_of = {id(r): i for i, r in enumerate(self.owners)}
         # In row order a decode step reads one contiguous slice of the cache; `restore` undoes the order.
         order = sorted(range(len(requests)), key=lambda i: row_of[id(requests[i])])
@@ -109,18 +116,34 @@ class PagedRunner:
     def start(self, requests: Sequence[Request]) -> None:
         self.cache.promise(requests)
 
-    def forward(self, requests: Sequence[Request]) -> Tensor:
-        for r in requests:
-            self.cache.grow(r)
-        rows = [Row(i, r.num_computed_tokens, r.num_new_tokens, r.block_ids) for i, r in enumerate(requests)]
-        batch = Batch.build(rows, [t for r in requests for t in r.new_tokens], self.model.device)
+    def forward(self, requests: Sequence[Request], num_new: Sequence[int] | None = None) -> Tensor:
+        counts = [r.num_new_tokens for r in requests] if num_new is None else list(num_new)
+        tokens: list[int] = []
+        for r, n in zip(requests, counts, strict=True):
+            if not self.cache.grow(r, r.num_computed_tokens + n):
+                raise OutOfBlocksError(f"request {r.request_id} needs a block, and none is free")
+            behind = r.new_tokens
+            tokens += behind if n == len(behind) else behind[:n]
+        rows = [
+            Row(i, r.num_computed_tokens, n, r.block_ids) for i, (r, n) in enumerate(zip(requests, counts, strict=True))
+        ]
+        batch = Batch.build(rows, tokens, self.model.device)
+        ready = [i for i, (r, n) in enumerate(zip(requests, counts, strict=True)) if n == r.num_new_tokens]
         logits = self.graphs.run(batch) if self.graphs is not None else None
-        if logits is None:
+        if logits is not None:
+            logits = logits if len(ready) == len(rows) else logits[ready]
+        else:  # only a request that is complete needs logits: they are the widest product of the model
             hidden = self.model.forward(batch, self.attention)
-            logits = self.model.logits(hidden if len(hidden) == len(rows) else hidden[batch.last])
-        for r in requests:
-            r.num_computed_tokens = r.num_tokens
+            last = batch.last if len(ready) == len(rows) else batch.last[ready]
+            logits = self.model.logits(hidden if len(hidden) == len(last) else hidden[last])
+        for r, n in zip(requests, counts, strict=True):
+            r.num_computed_tokens += n
         return logits
 
     def finish(self, request: Request) -> None:
         self.cache.release(request)
+
+
+def _whole(requests: Sequence[Request], num_new: Sequence[int] | None, whose: str) -> None:
+    if num_new is not None and list(num_new) != [r.num_new_tokens for r in requests]:
+        raise ValueError(f"{whose} computes requests whole; chunks need kv_cache='paged'")

@@ -18,7 +18,8 @@ from minillm.attention.triton import TritonAttention, TritonOps
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.paged import PagedCache
 from minillm.cache.pool import LARGEST, KVPool, block_bytes, quantize_kv
-from minillm.config import EngineConfig, ModelConfig
+from minillm.config import ModelConfig
+from minillm.engine_config import EngineConfig
 from minillm.device import on
 from minillm.errors import MinillmError, RequestError
 from minillm.graphs import DecodeGraphs, buckets

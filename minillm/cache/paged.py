@@ -1,38 +1,83 @@
-"""The paged KV cache of an engine: its memory, its free blocks, and what has been promised to running groups.
+"""The paged KV cache of an engine: memory, block tables, and what of it outlives a request.
 
-Lesson 06 builds it. A sequence holds only the blocks that its tokens have reached, at most one of them partly filled,
-so its waste is below one block, however long it might have become.
+Lesson 06 builds blocks and tables, lesson 11 the prefix cache behind them, lesson 12 preemption and tiers. A block is
+
+free    nobody's
+live    in the block table of at least one request (of several, if they begin alike)
+cached  held by the prefix cache alone: hittable until something needs its memory
+
+and free + live + cached is the whole pool: `check` is that law. Only full blocks are shared, and a hit leaves at least
+one token to compute, so nobody ever writes into a shared block and no copy-on-write is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minillm.cache.blocks import BlockAllocator
-from minillm.cache.pool import KVPool
+from minillm.cache.namespace import Namespace, PublicPrefixes
+from minillm.cache.tiers import Tiers, pack
 from minillm.errors import MinillmError
+from minillm.events import EventLog
 from minillm.parts import make_part
 from minillm.request import Request
 
+if TYPE_CHECKING:
+    from minillm.cache.prefix import PrefixCache
+    from minillm.roofline.restore import RestoreModel
+
+
+class Pool(Protocol):
+    """What a cache needs of its memory: `KVPool`, or the `ShadowPool` of the tests."""
+
+    num_blocks: int
+    block_size: int
+
+    def read_blocks(self, ids: Sequence[int]) -> list[Any]: ...
+
+    def write_blocks(self, ids: Sequence[int], payloads: Sequence[Any]) -> None: ...
+
 
 class PagedCache:
-    """pool: the memory; allocator: which blocks are free. Shared by all runs of an engine.
+    """pool: the memory; allocator: which blocks are free; prefix: what is kept of finished requests; tiers: where
+    blocks go that lose their place. The last two may be absent.
 
-    The allocator may be a learner's, so what it says is judged: a block given twice would mix two sequences.
+    The allocator and the prefix cache may be a learner's, so what they say is judged: a block given twice would mix two
+    sequences.
     """
 
-    def __init__(self, pool: KVPool, make_allocator: Callable[[int], Any] = BlockAllocator):
+    def __init__(
+        self, pool: Pool, make_allocator: Callable[[int], Any] = BlockAllocator, *, prefix: PrefixCache | None = None,
+        tiers: Tiers | None = None, restore: RestoreModel | None = None, preemption_mode: str = "auto",
+        namespace: str = "", public: PublicPrefixes | None = None, events: EventLog | None = None,
+    ):  # fmt: skip
+        """namespace: of the engine (weights, dtype, ...; DESIGN rule 6). restore: the cost model that chooses between
+        recompute and swap; without one, a tier is always used."""
         self.pool = pool
         self.allocator = make_part("allocator", make_allocator, "the number of blocks", pool.num_blocks)
-        for name in ("allocate", "free"):
+        needed = ("allocate", "free") if prefix is None else ("allocate", "free", "share")
+        for name in needed:
             if not callable(getattr(self.allocator, name, None)):
                 raise MinillmError(f"parts: the allocator needs a method {name}, got {self.allocator!r:.80}")
-        self._running: dict[int, Request] = {}  # by identity: whom blocks were promised to
-        self._held: set[int] = set()
+        self.prefix, self.tiers, self.restore = prefix, tiers, restore
+        self.preemption_mode, self.public = preemption_mode, public
+        self.engine_namespace = namespace
+        self.events = events if events is not None else EventLog(0)
+        self._promised: dict[Request, None] = {}  # static groups: whom blocks were promised to
+        self._users: Counter[int] = Counter()  # block -> requests that have it in their table
+        self._live_cached = 0  # live blocks that the prefix cache holds as well
+        self._committed: dict[Request, int] = {}  # blocks of a request that the prefix cache has been shown
+        self._private: dict[Request, list[tuple[bytes, bytes]]] = {}  # keys of what a swapped request left in the tiers
+        if prefix is not None and tiers is not None:
+            prefix.on_evict = self._spill
         self._num_free()
+
+    # Counting -----------------------------------------------------------------------------------------
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.pool.block_size)
@@ -40,11 +85,6 @@ class PagedCache:
     def most_blocks(self, request: Request) -> int:
         """Blocks of the longest sequence that the request may reach. Its last token is never computed."""
         return self.blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
-
-    @property
-    def promised(self) -> int:
-        """Blocks that running requests may still ask for. Summed, not counted along: a sum cannot drift."""
-        return sum(self.most_blocks(r) - len(r.block_ids) for r in self._running.values())
 
     def _num_free(self) -> int:
         """What the allocator says."""
@@ -54,30 +94,148 @@ class PagedCache:
         return free
 
     @property
-    def available(self) -> int:
-        """Blocks that are free and promised to nobody."""
-        return self._num_free() - self.promised
+    def num_free(self) -> int:
+        return self._num_free()
 
-    def promise(self, requests: Sequence[Request]) -> None:
-        """Set blocks aside for a group, so that none of it can run out half way. All or nothing."""
-        need = sum(self.most_blocks(r) for r in requests)
-        if need > self.available:
-            if (free := self._num_free()) + len(self._held) != self.pool.num_blocks:
-                raise MinillmError(
-                    f"parts: the allocator says that {free} blocks are free; {len(self._held)} of "
-                    f"{self.pool.num_blocks} are held, so it has lost some"
-                )
-            raise MinillmError(
-                f"{len(requests)} requests may need {need} blocks of KV cache, {self.available} of "
-                f"{self.pool.num_blocks} are free; finish or close the streams under way, or raise num_kv_blocks"
-            )
-        self._running.update((id(r), r) for r in requests)
+    @property
+    def num_live(self) -> int:
+        return len(self._users)
 
-    def grow(self, request: Request) -> None:
-        """Give the request the blocks that all of its tokens need."""
-        missing = self.blocks_for(request.num_tokens) - len(request.block_ids)
-        if missing > 0:
-            request.block_ids.extend(self._allocate(missing))
+    @property
+    def num_cached(self) -> int:
+        """Blocks that the prefix cache holds and no request uses."""
+        return 0 if self.prefix is None else len(self.prefix) - self._live_cached
+
+    def available(self, tenant: str = "") -> int:
+        """Blocks that a tenant's request could get now: free ones, and cached ones that may be evicted for it."""
+        evictable = 0 if self.prefix is None else self.prefix.evictable(tenant)
+        return self._num_free() + evictable - self.promised
+
+    def capacity(self, tenant: str = "") -> int:
+        """The most blocks that a tenant's request may ever have: all but what others' floors keep."""
+        floors = {} if self.prefix is None else self.prefix.floors
+        return self.pool.num_blocks - sum(blocks for owner, blocks in floors.items() if owner != tenant)
+
+    def check(self) -> None:
+        """Raise MinillmError unless free + live + cached == total, and the parts agree with themselves."""
+        self.allocator.check()
+        if self.prefix is not None:
+            self.prefix.check()
+        free, live, cached, total = self.num_free, self.num_live, self.num_cached, self.pool.num_blocks
+        both = 0 if self.prefix is None else sum(i in self.prefix for i in self._users)
+        if both != self._live_cached:
+            raise MinillmError(f"{both} live blocks are cached, {self._live_cached} were counted")
+        if free + live + cached != total:
+            raise MinillmError(f"blocks are lost or doubled: {free} free + {live} live + {cached} cached != {total}")
+
+    # Admission: find, take, fill ---------------------------------------------------------------------------
+
+    def admit(self, request: Request, keep_free: int = 0) -> bool:
+        """Give a waiting request the blocks of all its tokens and move its counter over what need not be computed.
+
+        All or nothing: False leaves everything as it was. keep_free: blocks that must be left over.
+        """
+        bs = self.pool.block_size
+        most = (request.num_tokens - 1) // bs  # whole blocks, with a token left to compute: its logits are wanted
+        ids: list[int] = []
+        if self.prefix is not None:
+            found, _ = self.prefix.peek(request.tokens, self.namespace(request))  # not yet a use: it may not fit
+            ids = self._judge_hit(found[:most])
+            self._enter(ids)  # before anything is evicted for the rest
+        missing = self.blocks_for(request.num_tokens) - len(ids)
+        tight = missing + keep_free > self.available(request.tenant)
+        new = None if tight and len(self._users) > len(ids) else self._take(missing, request.tenant)
+        if new is None:
+            self._leave(ids)
+            return False
+        if ids:
+            self.allocator.share(ids)
+        if self.prefix is not None:
+            self.prefix.match(request.tokens, self.namespace(request))
+        self._enter(new)
+        request.block_ids = [*ids, *new]
+        self._committed[request] = len(ids)
+        request.num_computed_tokens = len(ids) * bs
+        if ids:
+            self.events.record("hit", request.request_id, tokens=len(ids) * bs, source="prefix")
+        if self.tiers is not None:
+            self._restore(request, most)
+        if not request.num_preemptions:
+            request.num_cached_tokens = request.num_computed_tokens
+        return True
+
+    def _judge_hit(self, ids: list[int]) -> list[int]:
+        if len(set(ids)) != len(ids) or any(not 1 <= i <= self.pool.num_blocks for i in ids):
+            raise MinillmError(f"parts: the prefix cache must name different blocks of the pool, got {ids!r:.80}")
+        return ids
+
+    def _restore(self, request: Request, most: int) -> None:
+        """Fill the request's first missing blocks from the tiers, as many as cost less to copy than to compute."""
+        assert self.tiers is not None
+        bs, start = self.pool.block_size, request.num_computed_tokens // self.pool.block_size
+        keys, where = self._tier_keys(request, most), []
+        for key in keys[start:]:
+            if (tier := self.tiers.contains(*key)) is None:
+                break
+            where.append(tier)
+        if self.restore is not None and where and self.preemption_mode != "swap":
+            tail = request.num_tokens - (start + len(where)) * bs
+            count, _ = self.restore.restoring(where, context_before=start * bs, tail=tail)
+            where = where[:count]
+        for source, run in _runs(where):
+            begun, payloads = time.perf_counter(), []
+            for i in range(start, start + run):
+                payload = self.tiers.get(*keys[i])
+                if payload is None:  # corrupted or gone: compute from here on
+                    break
+                payloads.append(payload)
+            if payloads:
+                self.pool.write_blocks(request.block_ids[start : start + len(payloads)], payloads)
+                if self.restore is not None:
+                    self.restore.observe_copy(source, len(payloads), time.perf_counter() - begun, write=False)
+                self.events.record("hit", request.request_id, tokens=len(payloads) * bs, source=source)
+            start += len(payloads)
+            request.num_computed_tokens = start * bs
+            if len(payloads) < run:
+                return
+
+    def grow(self, request: Request, num_tokens: int | None = None) -> bool:
+        """Blocks for so many tokens (all of the request's, unless told otherwise). False: there are none; no change."""
+        missing = self.blocks_for(request.num_tokens if num_tokens is None else num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        new = self._take(missing, request.tenant)
+        if new is None:
+            return False
+        request.block_ids.extend(new)
+        self._enter(new)
+        return True
+
+    def _enter(self, ids: Sequence[int]) -> None:
+        """These blocks stand in one more block table."""
+        if self.prefix is not None:
+            self._live_cached += sum(i not in self._users and i in self.prefix for i in ids)
+            self.prefix.lock(ids)
+        self._users.update(ids)
+
+    def _leave(self, ids: Sequence[int]) -> None:
+        for i in ids:
+            self._users[i] -= 1
+            if not self._users[i]:
+                del self._users[i]
+                self._live_cached -= self.prefix is not None and i in self.prefix
+        if self.prefix is not None:
+            self.prefix.unlock(ids)
+
+    def _take(self, n: int, tenant: str = "") -> list[int] | None:
+        """n blocks of nobody, evicting cached ones if need be; None if there are not so many."""
+        short = n - self._num_free()
+        # With nobody running, `evictable` may be too careful where floors are set: look at what an eviction gives.
+        if short > 0 and self.prefix is not None and (short <= self.prefix.evictable(tenant) or not self._users):
+            self.allocator.free(self.prefix.evict(short, tenant))
+        if n > self._num_free():
+            return None
+        return self._allocate(n) if n else []
 
     def _allocate(self, n: int) -> list[int]:
         """n blocks that nobody holds; an allocator that gives anything else is at fault, and gets it back."""
@@ -86,21 +244,138 @@ class PagedCache:
             ids = [operator.index(i) for i in given]
         except TypeError:
             raise MinillmError(f"parts: the allocator must return a list of {n} block ids, got {given!r:.80}") from None
-        own = {i for i in ids if 1 <= i <= self.pool.num_blocks} - self._held
+        own = {i for i in ids if 1 <= i <= self.pool.num_blocks and i not in self._users}
+        if self.prefix is not None:
+            own = {i for i in own if i not in self.prefix}
         if not len(own) == len(ids) == n:
             with contextlib.suppress(Exception):
                 self.allocator.free(sorted(own))
             raise MinillmError(
                 f"parts: the allocator was asked for {n} blocks and gave {ids!r:.80}; they must be {n} different ones "
-                f"from 1 to {self.pool.num_blocks} that nobody holds (held: {sorted(self._held)!r:.80})"
+                f"from 1 to {self.pool.num_blocks} that nobody holds (held: {sorted(self._users)!r:.80})"
             )
-        self._held |= own
         return ids
+
+    # After a step, and at the end -----------------------------------------------------------------------------
+
+    def commit(self, request: Request) -> None:
+        """Show the prefix cache the blocks that a step has filled: from now on others may share them."""
+        if self.prefix is None:
+            return
+        full = request.num_computed_tokens // self.pool.block_size
+        if full <= self._committed.get(request, 0):
+            return
+        tokens, ids = request.tokens[: full * self.pool.block_size], request.block_ids[:full]
+        new = self.prefix.insert(tokens, self.namespace(request), ids, known=self._committed.get(request, 0))
+        self.allocator.share(new)
+        self._live_cached += len(new)
+        self._committed[request] = full
 
     def release(self, request: Request) -> None:
         """Free the request's blocks, and the promise of those that it never reached. A second time, nothing."""
         held, request.block_ids = request.block_ids, []
-        self._running.pop(id(request), None)
-        self._held.difference_update(held)
-        if held:
-            self.allocator.free(held)
+        self._promised.pop(request, None)
+        self._committed.pop(request, None)
+        if not held:
+            return
+        self._leave(held)
+        # The end of the sequence first: what is freed first is reused first, and a prefix is worth most at its start.
+        self.allocator.free(held[::-1])
+
+    # Preemption (lesson 12) -----------------------------------------------------------------------------------
+
+    def preempt(self, request: Request) -> str:
+        """Take all blocks from a running request. "swap": its full blocks went to a tier first; or "recompute"."""
+        how = "recompute"
+        if self.tiers is not None and self.preemption_mode != "recompute":
+            how = self._swap_out(request)
+        self.release(request)
+        request.num_computed_tokens = 0
+        return how
+
+    def _swap_out(self, request: Request) -> str:
+        assert self.tiers is not None
+        bs = self.pool.block_size
+        full = request.num_computed_tokens // bs
+        keys = self._tier_keys(request, full)
+        away = [i for i in range(full) if self.tiers.contains(*keys[i]) is None]
+        if self.restore is not None and self.preemption_mode == "auto":
+            tail = request.num_tokens - full * bs
+            if self.restore.preemption(full, stored=full - len(away), tail=tail).how == "recompute":
+                return "recompute"
+        begun = time.perf_counter()
+        kept = None
+        for i, payload in zip(away, self.pool.read_blocks([request.block_ids[i] for i in away]), strict=True):
+            kept = self.tiers.put(*keys[i], payload) or kept
+        if away and self.restore is not None:
+            self.restore.observe_copy("host", len(away), time.perf_counter() - begun, write=True)
+        if self.prefix is None:
+            self._private[request] = keys
+        return "swap" if full and (kept or not away) else "recompute"
+
+    def forget(self, request: Request) -> None:
+        """The request is over: what it alone left in the tiers goes."""
+        for key in self._private.pop(request, ()):
+            if self.tiers is not None:
+                self.tiers.discard(*key)
+
+    def _spill(self, tokens: Sequence[int], namespace: Namespace, block: int) -> None:
+        """A cached block loses its place: keep it in a tier, if reading it back would beat computing it."""
+        assert self.tiers is not None
+        key, packed = namespace.reader_key(len(tokens)), pack(tokens)
+        if self.tiers.contains(key, packed) is not None:
+            return
+        if self.restore is not None and self.preemption_mode != "swap":
+            before = len(tokens) - self.pool.block_size
+            if not self.restore.restoring(["host"], context_before=before, tail=0)[0]:
+                return
+        self.tiers.put(key, packed, self.pool.read_blocks([block])[0])
+
+    # Whose is what ---------------------------------------------------------------------------------------------
+
+    def namespace(self, request: Request) -> Namespace:
+        public = 0 if self.public is None else self.public.leading(request.prompt_token_ids)
+        return Namespace(self.engine_namespace, request.tenant, public_tokens=public)
+
+    def _tier_keys(self, request: Request, count: int) -> list[tuple[bytes, bytes]]:
+        """(who may read it, the prefix up to its end) of each of the request's first blocks."""
+        bs, packed = self.pool.block_size, pack(request.tokens)
+        ends = [bs * (i + 1) for i in range(count)]
+        if self.prefix is None:  # nothing is shared: the key is the request's own
+            own = f"{self.engine_namespace} {id(self)} {request.request_id} {request.arrival!r}".encode()
+            return [(own, packed[: 4 * end]) for end in ends]
+        namespace = self.namespace(request)
+        return [(namespace.reader_key(end), packed[: 4 * end]) for end in ends]
+
+    # Static groups (lessons 06 and 09) ------------------------------------------------------------------------
+
+    @property
+    def promised(self) -> int:
+        """Blocks that static groups may still ask for. Summed, not counted along: a sum cannot drift."""
+        return sum(self.most_blocks(r) - len(r.block_ids) for r in self._promised)
+
+    def promise(self, requests: Sequence[Request]) -> None:
+        """Set blocks aside for a group, so that none of it can run out half way. All or nothing."""
+        need = sum(self.most_blocks(r) for r in requests)
+        if need > self.available():
+            if (free := self._num_free()) + self.num_live + self.num_cached != self.pool.num_blocks:
+                raise MinillmError(
+                    f"parts: the allocator says that {free} blocks are free; {self.num_live} of "
+                    f"{self.pool.num_blocks} are held, so it has lost some"
+                )
+            raise MinillmError(
+                f"{len(requests)} requests may need {need} blocks of KV cache, {self.available()} of "
+                f"{self.pool.num_blocks} are free; finish or close the streams under way, or raise num_kv_blocks"
+            )
+        self._promised.update(dict.fromkeys(requests))
+
+
+def _runs(names: Sequence[str]) -> list[tuple[str, int]]:
+    """[(name, how many in a row)]."""
+    out: list[tuple[str, int]] = []
+    for name in names:
+        if out and out[-1][0] == name:
+            out[-1] = (name, out[-1][1] + 1)
+        else:
+            out.append((name, 1))
+    return out

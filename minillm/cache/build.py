@@ -1,0 +1,116 @@
+"""The paged cache of an engine as its options ask for it: memory, allocator, prefix cache, tiers, cost model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minillm.cache.blocks import BlockAllocator
+from minillm.cache.eviction import LRU
+from minillm.cache.paged import PagedCache
+from minillm.cache.pool import KVPool, block_bytes
+from minillm.cache.prefix import PrefixCache, PublicPrefixes, RadixPrefixCache, engine_namespace
+from minillm.cache.prefix_hash import HashPrefixCache
+from minillm.cache.tiers import DiskTier, HostTier, Tiers
+from minillm.device import free_memory
+from minillm.engine_config import EngineConfig
+from minillm.errors import MinillmError
+from minillm.events import EventLog
+from minillm.models.tokenizer import Tokenizer
+from minillm.models.transformer import Transformer
+from minillm.parts import make_part
+
+
+def make_paged_cache(
+    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any], events: EventLog,
+    weights_id: str = "",
+) -> PagedCache:  # fmt: skip
+    """What `max_num_seqs` longest sequences need, at most half of the free memory; or `num_kv_blocks`, as asked."""
+    each = block_bytes(model.config, config.block_size, model.dtype.itemsize, config.kv_cache_dtype)
+    fits = free_memory(model.device) // 2 // each
+    wanted = config.max_num_seqs * -(-model.max_len // config.block_size)
+    blocks = config.num_kv_blocks or min(wanted, fits)
+    if not 1 <= blocks <= 2 * fits:
+        raise MinillmError(
+            f"{max(blocks, 1)} blocks of KV cache take {max(blocks, 1) * each / 1e9:.2f} GB, and "
+            f"{2 * fits * each / 1e9:.2f} GB are free; lower num_kv_blocks, max_model_len or max_num_seqs"
+        )
+    pool = KVPool(model.config, blocks, config.block_size, model.dtype, config.kv_cache_dtype, model.device)
+    tiers = make_tiers(config, pool)
+    restore = None
+    if tiers is not None:
+        from minillm.roofline.restore import RestoreModel  # the roofline is loaded only where a choice needs it
+
+        restore = RestoreModel.for_machine(
+            model.config, model.device.type, dtype=_name(model.dtype), block_size=config.block_size, block_bytes=each,
+            chunk=config.max_num_batched_tokens,
+        )  # fmt: skip
+    public = None
+    if config.public_prefixes:
+        tokens = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in config.public_prefixes]
+        public = PublicPrefixes(tokens, config.block_size)
+    return PagedCache(
+        pool, parts.get("allocator", BlockAllocator), prefix=make_prefix_cache(config, parts, blocks), tiers=tiers,
+        restore=restore, preemption_mode=config.preemption_mode,
+        namespace=make_namespace(model, tokenizer, config, weights_id), public=public, events=events,
+    )  # fmt: skip
+
+
+def make_prefix_cache(config: EngineConfig, parts: Mapping[str, Any], num_blocks: int) -> PrefixCache | None:
+    if not config.enable_prefix_caching:
+        return None
+    kept = sum(config.cache_floors.values())
+    if kept >= num_blocks:
+        raise MinillmError(f"cache_floors keep {kept} blocks, and the cache has {num_blocks}; nobody could run")
+    make = parts.get("prefix_cache", HashPrefixCache if config.prefix_cache == "hash" else RadixPrefixCache)
+    what = "the block size, the floors and an eviction policy"
+    cache: PrefixCache = make_part(
+        "prefix_cache", make, what, config.block_size, dict(config.cache_floors), parts.get("eviction", LRU())
+    )
+    return cache
+
+
+def make_tiers(config: EngineConfig, pool: KVPool) -> Tiers | None:
+    tiers: list[HostTier | DiskTier] = []
+    if config.kv_host_bytes:
+        tiers.append(HostTier(config.kv_host_bytes))
+    if config.kv_disk_bytes and config.kv_disk_path is not None:
+        tiers.append(DiskTier(config.kv_disk_path, config.kv_disk_bytes, layout=pool.block_layout))
+    return Tiers(tiers) if tiers else None
+
+
+def make_namespace(model: Transformer, tokenizer: Tokenizer, config: EngineConfig, weights_id: str) -> str:
+    """What must be the same for KV to mean the same (DESIGN rule 6). Without a weights id it is this model's alone."""
+    backend = tokenizer.backend
+    spelled = backend.to_str() if hasattr(backend, "to_str") else str(tokenizer.folder)
+    return engine_namespace(
+        weights=weights_id or f"in memory {id(model)}", dtype=_name(model.dtype),
+        quantization=config.quantization or "none", kv_dtype=config.kv_cache_dtype,
+        tokenizer=_digest(spelled),
+        template=_digest(tokenizer.chat_template or "none"),
+        attention=f"{config.block_size} {config.attention_backend} {config.batch_invariant} {model.config}",
+    )  # fmt: skip
+
+
+def weights_id(folder: Path, exact: bool) -> str:
+    """What distinguishes these weights. exact: by content, for KV that outlives the process (it reads every byte)."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        stat = file.stat()
+        whole.update(f"{file.name} {stat.st_size}\n".encode())
+        if exact:
+            with file.open("rb") as stream:
+                whole.update(hashlib.file_digest(stream, "sha256").digest())
+        else:
+            whole.update(f"{file.resolve()} {stat.st_mtime_ns}\n".encode())
+    return whole.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,228 @@
+"""One step after the other: schedule, compute, sample, hand on. Lesson 09 builds it.
+
+`EngineCore` is the whole engine without a face: `LLM` and `AsyncLLM` put requests in and take text out. It belongs to
+one thread. A step that fails ends the requests that were in it, with the reason, and nobody else.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minillm.cache.paged import PagedCache
+from minillm.errors import MinillmError
+from minillm.events import EventLog
+from minillm.output import OutputProcessor
+from minillm.request import Request
+from minillm.runner import Runner
+from minillm.sampler import NO_TOKEN, no_token_error
+from minillm.scheduler import ScheduledRow, SchedulerLike, SchedulerOutput
+
+Delta = tuple[Request, str]
+MAX_IDLE_STEPS = 8  # in a row, while somebody could run: then the scheduler is at fault
+
+
+class EngineCore:
+    """scheduler: which tokens; runner: their logits; sampler: the next ones; make_output: from tokens to text.
+
+    failures keeps, for each request that a step failed, the exception.
+    """
+
+    def __init__(
+        self, scheduler: SchedulerLike, runner: Runner, sampler: Any, make_output: Callable[[Request], OutputProcessor],
+        cache: PagedCache | None = None, events: EventLog | None = None, max_tokens: int | None = None,
+    ):  # fmt: skip
+        self.scheduler, self.runner, self.sampler, self.make_output = scheduler, runner, sampler, make_output
+        self.cache, self.max_tokens = cache, max_tokens
+        self.events = events if events is not None else EventLog(0)
+        self.outputs: dict[Request, OutputProcessor] = {}  # everybody who has not finished
+        self.failures: dict[Request, BaseException] = {}
+        self.idle_steps = 0  # in a row: nothing was scheduled
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.outputs)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises MinillmError for one that is in already."""
+        if request in self.outputs:
+            raise MinillmError(f"request {request.request_id} was added before")
+        self.outputs[request] = self.make_output(request)
+        try:
+            self.scheduler.add(request)
+        except BaseException:
+            del self.outputs[request]
+            raise
+        self.events.record(
+            "queued", request.request_id, prompt_tokens=request.num_prompt_tokens, priority=request.priority,
+            tenant=request.tenant,
+        )  # fmt: skip
+
+    def abort(self, request: Request, reason: str = "cancelled") -> str:
+        """End a request now, wherever it is: its blocks are free at once. Returns the text that was held back.
+
+        For one that has finished, or was never added, nothing happens.
+        """
+        if request not in self.outputs:
+            return ""
+        self.events.record("aborted", request.request_id, computed=request.num_computed_tokens)
+        return self._end(request, "abort", reason)
+
+    def step(self) -> list[Delta]:
+        """Compute one step. Returns (request, new text) for each request that got a token or has ended."""
+        begun = time.perf_counter()
+        done = self._expire(begun)
+        try:
+            out = self.scheduler.schedule()
+            self._judge(out)
+        except Exception as error:  # a scheduler, an allocator or a cache at fault: nobody's state can be trusted
+            return done + self._fail(list(self.outputs), error)
+        scheduled = time.perf_counter() - begun
+        for request, reason in out.refused:
+            self.events.record("refused", request.request_id, field="prompt", reason=reason)
+            done.append((request, self._end(request, "error", reason)))
+        if not out.rows:
+            return done + self._idle()
+        self.idle_steps = 0
+        rows = [(r.request_id, n, r.num_computed_tokens) for r, n in out.rows] if self.events.events.maxlen else []
+        try:
+            done += self._compute(out.rows)
+        except Exception as error:
+            done += self._fail([r for r, _ in out.rows if r in self.outputs], error)
+        except BaseException as error:  # an interrupt: the step's requests are lost, the engine is not
+            self._fail([r for r, _ in out.rows if r in self.outputs], error)
+            raise
+        self._record(rows, begun, scheduled)
+        return done
+
+    def _compute(self, rows: Sequence[ScheduledRow]) -> list[Delta]:
+        requests, counts = [r for r, _ in rows], [n for _, n in rows]
+        logits = self.runner.forward(requests, counts)
+        if self.cache is not None:
+            for r in requests:
+                self.cache.commit(r)
+        ready = [r for r in requests if not r.num_new_tokens] if self.cache is not None else requests
+        if not ready:
+            return []
+        tokens, logprobs = drawn(self.sampler.sample(logits, ready), logits.shape)
+        now = time.perf_counter()
+        step = []
+        for i, (r, token, entry) in enumerate(zip(ready, tokens, logprobs, strict=True)):
+            if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
+                step.append((r, self._end(r, "error", str(no_token_error(logits[i], r)))))
+                continue
+            if "first_token" not in r.times:
+                r.times["first_token"] = now
+                self.events.record("first_token", r.request_id)
+            if entry is not None:
+                r.logprobs.append(entry)
+            step.append((r, self.outputs[r].push(token)))  # the last delta is complete
+            if r.finished:
+                self._retire(r)
+        return step
+
+    # Endings -----------------------------------------------------------------------------------------------
+
+    def _end(self, request: Request, reason: str, why: str) -> str:
+        """End a request that has not ended by itself. Returns the text that was held back."""
+        request.finish_reason, request.stop_reason = reason, why
+        output = self.outputs[request]
+        self._retire(request)
+        try:
+            return output.finish()
+        except Exception:  # a learner's detokenizer; the reason is told, the rest of the text is lost
+            return ""
+
+    def _retire(self, request: Request) -> None:
+        self.outputs.pop(request, None)
+        request.times["finished"] = time.perf_counter()
+        self.events.record(
+            "finished", request.request_id, reason=request.finish_reason, output_tokens=len(request.output_token_ids)
+        )
+        try:
+            self.scheduler.finish(request)
+        except Exception as error:  # a learner's: told once, at the request
+            self.failures.setdefault(request, error)
+        self.runner.finish(request)
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> list[Delta]:
+        out = []
+        for r in requests:
+            self.failures[r] = error
+            out.append((r, self._end(r, "error", f"{type(error).__name__}: {error}")))
+        return out
+
+    def _expire(self, now: float) -> list[Delta]:
+        """An expired request that still waits never runs."""
+        waiting, out = getattr(self.scheduler, "waiting", None), []
+        expired = getattr(waiting, "expired", None)
+        while expired is not None and (r := expired(now)) is not None:
+            out.append((r, self._end(r, "abort", f"its deadline passed {now - (r.deadline or now):.2f} s ago")))
+        return out
+
+    def _idle(self) -> list[Delta]:
+        """A step without work. Several in a row, while somebody could run, are a fault: every step makes progress."""
+        self.idle_steps += 1
+        able = [r for r in self.outputs if not r.paused]
+        if self.idle_steps < MAX_IDLE_STEPS or not able:
+            return []
+        self.idle_steps = 0
+        return self._fail(able, MinillmError(
+            f"parts: the scheduler scheduled nothing in {MAX_IDLE_STEPS} steps, while {len(able)} requests could run"
+        ))  # fmt: skip
+
+    # Judging and recording ------------------------------------------------------------------------------------
+
+    def _judge(self, out: SchedulerOutput) -> None:
+        """A scheduler may be a learner's: what it returns would fail far from its cause, or not at all."""
+        seen: set[Request] = set()
+        for r, n in out.rows:
+            if r not in self.outputs or r in seen:
+                raise MinillmError(
+                    f"parts: the scheduler scheduled request {r.request_id}, which has ended or is twice"
+                )
+            seen.add(r)
+            if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= r.num_new_tokens:
+                raise MinillmError(
+                    f"parts: the scheduler gave request {r.request_id} {n!r} tokens; it is behind by {r.num_new_tokens}"
+                )
+            if self.cache is not None and len(r.block_ids) < (need := self.cache.blocks_for(r.num_computed_tokens + n)):
+                raise MinillmError(
+                    f"parts: the scheduler gave request {r.request_id} {len(r.block_ids)} blocks; its step needs {need}"
+                )
+        if self.max_tokens is not None and out.num_tokens > self.max_tokens and len(out.rows) > 1:
+            raise MinillmError(
+                f"parts: the scheduler gave a step {out.num_tokens} tokens; the budget is {self.max_tokens}"
+            )
+
+    def _record(self, rows: Sequence[tuple[str, int, int]], begun: float, scheduled: float) -> None:
+        if self.events.events.maxlen:
+            blocks = {} if self.cache is None else {
+                "free": self.cache.num_free, "cached": self.cache.num_cached, "live": self.cache.num_live,
+            }  # fmt: skip
+            self.events.record(
+                "step", rows=rows, waiting=self.scheduler.num_waiting, running=len(self.scheduler.running), **blocks,
+                seconds=time.perf_counter() - begun, schedule_seconds=scheduled,
+            )  # fmt: skip
+        self.events.step += 1
+
+
+def drawn(result: Any, shape: Sequence[int]) -> tuple[list[int], list[Any]]:
+    """What a sampler returned, judged: it may be a learner's. shape is [requests, vocabulary]."""
+    count, vocab = shape
+    try:
+        tokens, logprobs = result
+        tokens, logprobs = [operator.index(t) for t in tokens], list(logprobs)
+    except (TypeError, ValueError):
+        raise MinillmError(
+            f"the sampler must return (token ids, logprobs), two lists with an entry a request, got {result!r:.120}"
+        ) from None
+    if not len(tokens) == len(logprobs) == count:
+        raise MinillmError(
+            f"the sampler got {count} requests, but returned {len(tokens)} tokens and {len(logprobs)} logprobs"
+        )
+    if wrong := [t for t in tokens if t != NO_TOKEN and not 0 <= t < vocab]:
+        raise MinillmError(f"the sampler drew {wrong[0]}; token ids are whole numbers from 0 to {vocab - 1}")
+    return tokens, logprobs

@@ -1,0 +1,89 @@
+"""What the engine did and when: one plain record an event. Lessons 09 to 12 draw them, metrics count them.
+
+A log is a bounded list. `minillm.viz.timeline(log)` is its picture, `EventLog.to_jsonl` its file.
+
+kind         data
+queued       prompt_tokens, priority, tenant
+refused      field, reason                                a request that was judged at the door and never queued
+hit          tokens, source ("prefix", "host", "disk")    KV found instead of computed, at admission
+first_token  -
+preempted    how ("recompute", "swap"), computed, blocks
+finished     reason, output_tokens
+aborted      computed
+step         rows ([request_id, new tokens, computed before] each), waiting, running, free, cached, live, seconds,
+             schedule_seconds                             one a step, request_id "", recorded when it retires
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from minillm.errors import MinillmError
+
+MAX_EVENTS = 100_000
+KINDS = ("queued", "refused", "hit", "first_token", "preempted", "finished", "aborted", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """step counts from 0; time is in seconds of `clock` (time.perf_counter unless told otherwise)."""
+
+    step: int
+    time: float
+    kind: str
+    request_id: str = ""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class EventLog:
+    """The last `maxlen` events, oldest first. maxlen 0 keeps none: recording then costs next to nothing."""
+
+    def __init__(self, maxlen: int = MAX_EVENTS, clock: Callable[[], float] = time.perf_counter):
+        self.events: deque[Event] = deque(maxlen=maxlen)
+        self.clock = clock
+        self.step = 0
+
+    def record(self, kind: str, request_id: str = "", **data: Any) -> None:
+        if self.events.maxlen:
+            self.events.append(Event(self.step, self.clock(), kind, request_id, data))
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(list(self.events))
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [e for e in self if e.kind in kinds]
+
+    def clear(self) -> None:
+        self.events.clear()
+
+    def to_jsonl(self) -> str:
+        return "".join(json.dumps(asdict(e)) + "\n" for e in self)
+
+    @classmethod
+    def from_jsonl(cls, text: str) -> EventLog:
+        """Raises MinillmError naming the line that is no event."""
+        log = cls()
+        for n, line in enumerate(text.splitlines(), 1):
+            try:
+                log.events.append(Event(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise MinillmError(f"line {n} is not an event ({error}): {line:.80}") from None
+        log.step = max((e.step for e in log), default=0)
+        return log
+
+
+def by_request(events: Iterable[Event]) -> dict[str, list[Event]]:
+    """Each request's own events, in order; requests in order of their first event."""
+    out: dict[str, list[Event]] = {}
+    for e in events:
+        if e.request_id:
+            out.setdefault(e.request_id, []).append(e)
+    return out
