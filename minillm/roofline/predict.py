@@ -16,7 +16,7 @@ from typing import Any
 
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError
-from minillm.roofline.cost import Op, element_size, generation, step, total
+from minillm.roofline.cost import Op, continuous, element_size, generation, kv_bytes_per_token, step, total
 from minillm.roofline.device import Device
 
 FORMULA = "2"  # raised with every change of a formula in cost.py or here: records name it
@@ -129,6 +129,41 @@ def predict_generation(
     """A whole generation, prefill and decode: the sum of its steps, since a token needs the one before it."""
     steps = [predict(ops, device, dtype) for ops in generation(config, prompts, new_tokens, dtype, kv_cache=kv_cache)]
     tokens = new_tokens * len(prompts) if isinstance(new_tokens, int) else sum(new_tokens)
+    return _sum(steps, device, dtype, tokens)
+
+
+def predict_serving(
+    config: ModelConfig, prompts: Sequence[int], new_tokens: Sequence[int], device: Device, dtype: str = "bfloat16",
+    *, budget: int, seqs: int, shared: int = 0, weights_as: str | None = None,
+) -> Prediction:  # fmt: skip
+    """Requests in a running batch, as `cost.continuous` schedules them: the sum of its steps.
+
+    The lower bound holds for every schedule. It is the largest of three: all FLOPs at the peak; the least bytes
+    (weights as often as the longest answer has tokens, and the KV of decodes but for the shared part); the request with
+    the longest answer alone, step after step.
+    """
+    how: dict[str, Any] = {"weights_as": weights_as}
+    rows = continuous(prompts, new_tokens, budget, seqs, shared)
+    steps = [predict(step(config, r, dtype, logits_rows=n, **how), device, dtype) for r, n in rows]
+    whole = _sum(steps, device, dtype, sum(new_tokens))
+    pairs = list(zip(prompts, new_tokens, strict=True))
+    known = shared if len(pairs) > 1 else 0
+    read = sum((n - 1) * (p - known) + (n - 1) * (n - 2) // 2 for p, n in pairs)
+    written = sum(n for r, _ in rows for n, _ in r)
+    weights = sum(op.weights for op in step(config, [(1, 0)], dtype, **how)) * max(new_tokens)
+    least = weights + kv_bytes_per_token(config, dtype) * (read + written)
+    prompt, new = max(pairs, key=lambda pair: pair[1])
+    alone = [step(config, [(prompt, 0)], dtype, **how)]
+    alone += [step(config, [(1, prompt + i)], dtype, **how) for i in range(new - 1)]
+    lower = max(
+        whole.flops / device.peak(dtype), least / device.roof_bandwidth,
+        sum(predict(ops, device, dtype).lower for ops in alone),
+    )  # fmt: skip
+    return replace(whole, lower=lower, compulsory_bytes=least)
+
+
+def _sum(steps: Sequence[Prediction], device: Device, dtype: str, tokens: int) -> Prediction:
+    """Steps one after the other: every field summed, term by term."""
     names = list(dict.fromkeys(t.name for p in steps for t in p.terms))
     summed_up = ("lower", "expected", "upper", "flops", "bytes", "compulsory_bytes")
     sums = {n: sum(getattr(p, n) for p in steps) for n in summed_up}
@@ -149,8 +184,9 @@ def predict_shape(shape: dict[str, Any], device: Device) -> Prediction:
     """A prediction from plain data, as records keep it.
 
     {"model": {ModelConfig fields}, "dtype": ..., "rows": [[new, context], ...], "kv_cache": true} for a step,
-    "prompts" and "new_tokens" in place of "rows" for a generation; with "rows" also "weights_as" for quantised weights
-    and "captured" for a CUDA graph.
+    "prompts" and "new_tokens" in place of "rows" for a generation, and with "budget" and "seqs" (and "shared") for one
+    in a running batch; but for a plain generation also "weights_as" for quantised weights; with "rows" also "captured"
+    for a CUDA graph.
     {"kernel": {fields of cost.Op}, "dtype": ...} for one launch of one kernel.
     """
     if "kernel" in shape:
@@ -159,6 +195,9 @@ def predict_shape(shape: dict[str, Any], device: Device) -> Prediction:
     if "rows" in shape:
         how = {"kv_cache": kv_cache, "weights_as": shape.get("weights_as"), "captured": shape.get("captured", False)}
         return predict_step(config, shape["rows"], device, dtype, **how)
+    if "budget" in shape:
+        batch = {name: shape[name] for name in ("budget", "seqs", "shared", "weights_as") if name in shape}
+        return predict_serving(config, shape["prompts"], shape["new_tokens"], device, dtype, **batch)
     return predict_generation(config, shape["prompts"], shape["new_tokens"], device, dtype, kv_cache=kv_cache)
 
 
