@@ -1,4 +1,6 @@
-"""One file a block, verified when read, in a folder that one process has to itself. Lesson 12's disk tier uses it.
+"""The key of a block, and its file: one file a block, verified when read. Lesson 12's tiers use both.
+
+The key is the namespace and all tokens up to the block's end. A hash of it, a name, finds a block; the key decides.
 
 A file is a safetensors file: "namespace" and "prefix", the whole key; "0", "1", ..., the block's tensors; "checksum".
 The checksum is a CRC-32 over all of them with their dtypes and shapes. It is there for accidents, such as a torn write
@@ -10,10 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
-import stat
+import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,14 +25,10 @@ from torch import Tensor
 from minillm.cache.pool import BlockLayout
 from minillm.errors import MinillmError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 FORMAT = b"minillm block 1"  # raised with every change of the file, or of what a pool's tensors mean
-NAME = re.compile(r"[0-9a-f]{64}\.safetensors(\.part)?")
-MOST_SLOTS = 256
+TOKEN_BYTES = 4
+Payload = list[Tensor]  # of one block, on the CPU: what KVPool.read_block gives
+Prefix = Sequence[int] | bytes  # tokens, or the same packed
 
 
 class UnusableError(Exception):
@@ -42,19 +39,41 @@ class UnusableError(Exception):
         self.reason = reason
 
 
+def pack(tokens: Sequence[int]) -> bytes:
+    """Tokens as little-endian int32. Packed once, the key of a request's block i is [: 4 * block_size * (i + 1)]."""
+    try:
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    except struct.error as error:
+        raise MinillmError(f"a token must be a whole number of 32 bits ({error})") from None
+
+
+def packed_of(prefix: Prefix) -> bytes:
+    return prefix if isinstance(prefix, bytes) else pack(prefix)
+
+
 def name_of(namespace_key: bytes, packed: bytes) -> str:
     """64 hexadecimal digits. The namespace's length keeps its end apart from the prefix's beginning."""
-    return hashlib.sha256(b"%s %d " % (FORMAT, len(namespace_key)) + namespace_key + packed).hexdigest()
+    return next(names_of(namespace_key, packed, [len(packed)]))
 
 
-def encode(namespace_key: bytes, packed: bytes, payload: list[Tensor]) -> bytes:
+def names_of(namespace_key: bytes, packed: bytes, ends: Iterable[int]) -> Iterator[str]:
+    """`name_of` of packed[:end] for each of growing `ends`, in time linear in the last."""
+    digest = hashlib.sha256(b"%s %d " % (FORMAT, len(namespace_key)) + namespace_key)
+    start = 0
+    for end in ends:
+        digest.update(packed[start:end])
+        start = end
+        yield digest.copy().hexdigest()
+
+
+def encode(namespace_key: bytes, packed: bytes, payload: Payload) -> bytes:
     """The content of a block's file."""
     held = {str(i): t for i, t in enumerate(payload)}
     checksum = torch.tensor([_checksum(namespace_key, packed, payload)])
     return save(held | {"namespace": _tensor(namespace_key), "prefix": _tensor(packed), "checksum": checksum})
 
 
-def decode(content: bytes, namespace_key: bytes, packed: bytes, layout: BlockLayout | None) -> list[Tensor]:
+def decode(content: bytes, namespace_key: bytes, packed: bytes, layout: BlockLayout | None) -> Payload:
     """The block's tensors, or UnusableError: whatever the bytes are, nothing else is raised."""
     try:
         held = load(content)
@@ -66,27 +85,28 @@ def decode(content: bytes, namespace_key: bytes, packed: bytes, layout: BlockLay
         raise UnusableError("corrupted") from None
     if not sound:
         raise UnusableError("corrupted")
-    if not _same_key(found, prefix, namespace_key, packed):
+    if not same_key(found, prefix, namespace_key, packed):
         raise UnusableError("foreign")
     if layout is not None and tuple((t.dtype, tuple(t.shape)) for t in payload) != layout:
         raise UnusableError("stale")
     return payload
 
 
-def _same_key(found: bytes, prefix: bytes, namespace_key: bytes, packed: bytes) -> bool:
+def same_key(found: bytes, prefix: bytes, namespace_key: bytes, packed: bytes) -> bool:
     return found == namespace_key and prefix == packed
 
 
-def _checksum(namespace_key: bytes, packed: bytes, payload: list[Tensor]) -> int:
+def _checksum(namespace_key: bytes, packed: bytes, payload: Payload) -> int:
     described = f"{len(namespace_key)} {len(packed)} {[(str(t.dtype), tuple(t.shape)) for t in payload]}"
     crc = zlib.crc32(described.encode(), zlib.crc32(FORMAT))
-    for part in (namespace_key, packed, *map(_bytes, payload)):
-        crc = zlib.crc32(part, crc)
+    crc = zlib.crc32(packed, zlib.crc32(namespace_key, crc))
+    for t in payload:
+        crc = zlib.crc32(_bytes(t), crc)
     return crc
 
 
 def _bytes(t: Tensor) -> memoryview:
-    return memoryview(t.reshape(-1).view(torch.uint8).numpy())
+    return t.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _tensor(content: bytes) -> Tensor:
@@ -108,7 +128,7 @@ def write(path: Path, content: bytes) -> None:
         finally:
             os.close(fd)
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):
             os.unlink(partial)
         raise
@@ -121,71 +141,13 @@ def read(path: Path, size: int) -> bytes:
         return file.read(size + 1)
 
 
-def take_slot(folder: Path) -> tuple[Path, int]:
-    """(a private folder within `folder`, the descriptor of its lock): the first that no living process holds.
-
-    Later ones that nobody holds are emptied, so that no more stays on disk than the processes that run may keep.
-    Raises OSError; MinillmError where there are no file locks.
-    """
-    if fcntl is None:
-        raise MinillmError("kv_disk_path needs file locks, which this system does not have; leave it out")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for i in range(MOST_SLOTS):
-        if (lock := _lock(folder / f"slot-{i}.lock")) is not None:
-            break
-    else:
-        raise OSError(f"{MOST_SLOTS} processes use it")
-    try:
-        slot = folder / f"slot-{i}"
-        slot.mkdir(mode=0o700, exist_ok=True)
-        found = slot.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise OSError(f"{slot.name} is a link or belongs to another user")
-        slot.chmod(0o700)  # made by whatever umask, or by hand
-        for spare in (folder / f"slot-{j}" for j in range(i + 1, MOST_SLOTS)):
-            _empty(spare)
-        for path in _ours(slot):
-            if path.suffix == ".part":  # its writer died
-                os.unlink(path)
-    except BaseException:
-        os.close(lock)
-        raise
-    return slot, lock
+def capacity_of(given: object) -> int:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise MinillmError(f"a tier's capacity must be a whole number of bytes, at least 1, got {given!r}")
+    return given
 
 
-def _lock(path: Path) -> int | None:
-    """The lock's descriptor, None while another process holds it. The lock ends with the descriptor."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _empty(slot: Path) -> None:
-    with suppress(OSError):
-        if slot.is_symlink() or not slot.is_dir() or (lock := _lock(slot.with_suffix(".lock"))) is None:
-            return
-        try:
-            for path in _ours(slot):
-                os.unlink(path)
-            slot.rmdir()
-        finally:
-            os.close(lock)
-
-
-def _ours(slot: Path) -> Iterator[Path]:
-    """Files that this module named. Others are nobody's here: not counted, not touched."""
-    with os.scandir(slot) as entries:
-        yield from [Path(e.path) for e in entries if NAME.fullmatch(e.name) and e.is_file(follow_symlinks=False)]
-
-
-def files(slot: Path) -> list[tuple[Path, int]]:
-    """(path, bytes) of a slot's blocks in the order of writing."""
-    found = [(path, path.stat()) for path in _ours(slot)]
-    return [(path, s.st_size) for path, s in sorted(found, key=lambda f: (f[1].st_mtime_ns, f[0]))]
+def own(t: Tensor) -> Tensor:
+    """t, or a copy where t is a window: it would keep more memory alive than is counted."""
+    whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
+    return t if whole else t.clone(memory_format=torch.contiguous_format)

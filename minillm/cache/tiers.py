@@ -13,36 +13,29 @@ here raises after the start, and nothing waits for a disk to have written. Not t
 from __future__ import annotations
 
 import itertools
-import os
-import struct
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from minillm.cache import block_file
-from minillm.cache.pool import BlockLayout
-from minillm.errors import MinillmError
+from minillm.cache.block_file import TOKEN_BYTES, Payload, Prefix, capacity_of, own, pack, packed_of
+from minillm.cache.disk import DiskTier
 
-TOKEN_BYTES = 4
-Payload = list[Tensor]  # of one block, on the CPU: what KVPool.read_block gives
-Prefix = Sequence[int] | bytes  # tokens, or the same packed
+__all__ = ["DiskTier", "HostTier", "Tier", "Tiers", "pack"]
 
 
-def pack(tokens: Sequence[int]) -> bytes:
-    """Tokens as little-endian int32. Packed once, the key of a request's block i is [: 4 * block_size * (i + 1)]."""
-    try:
-        return struct.pack(f"<{len(tokens)}i", *tokens)
-    except struct.error as error:
-        raise MinillmError(f"a token must be a whole number of 32 bits ({error})") from None
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A block in the host's memory, with its whole key."""
 
+    namespace_key: bytes
+    packed: bytes
+    payload: Payload
 
-def _packed(prefix: Prefix) -> bytes:
-    return prefix if isinstance(prefix, bytes) else pack(prefix)
+    @property
+    def nbytes(self) -> int:
+        return len(self.namespace_key) + len(self.packed) + sum(t.nbytes for t in self.payload)
 
 
 class Tier(Protocol):
@@ -57,6 +50,7 @@ class Tier(Protocol):
     def __len__(self) -> int: ...
     def put(self, namespace_key: bytes, prefix: Prefix, payload: Payload) -> bool: ...
     def get(self, namespace_key: bytes, prefix: Prefix) -> Payload | None: ...
+    def holds(self, name: str) -> bool: ...
     def contains(self, namespace_key: bytes, prefix: Prefix) -> bool: ...
     def touch(self, namespace_key: bytes, prefix: Prefix) -> bool: ...
     def discard(self, namespace_key: bytes, prefix: Prefix) -> None: ...
@@ -70,58 +64,71 @@ class HostTier:
     name = "host"
 
     def __init__(self, capacity_bytes: int):
-        self.capacity_bytes = _capacity(capacity_bytes)
+        self.capacity_bytes = capacity_of(capacity_bytes)
         self.nbytes = 0
         self.stats: Counter[str] = Counter()
         self.overflow: Callable[[bytes, bytes, Payload], object] | None = None
-        self._held: OrderedDict[tuple[bytes, bytes], Payload] = OrderedDict()  # least recently used first
+        self._held: OrderedDict[str, _Held] = OrderedDict()  # by name, least recently used first
 
     def __len__(self) -> int:
         return len(self._held)
 
     def put(self, namespace_key: bytes, prefix: Prefix, payload: Payload) -> bool:
         """Whether it is kept. The payload is given away: who writes into it later writes into the tier."""
-        key = namespace_key, _packed(prefix)
-        if self.touch(*key):
+        held = _Held(namespace_key, packed_of(prefix), [own(t) for t in payload])
+        if self.touch(namespace_key, held.packed):
             return True
-        payload = [_own(t) for t in payload]
-        size = _size(key, payload)
-        if size > self.capacity_bytes:
+        if held.nbytes > self.capacity_bytes:
             self.stats["too_large"] += 1
             return False
-        while self.nbytes + size > self.capacity_bytes:
-            oldest, gone = self._held.popitem(last=False)
-            self.nbytes -= _size(oldest, gone)
+        name = block_file.name_of(namespace_key, held.packed)
+        self._drop(name)  # should another key have it
+        while self.nbytes + held.nbytes > self.capacity_bytes:
+            gone = self._drop(next(iter(self._held)))
             self.stats["evicted"] += 1
-            if self.overflow is not None:
-                self.overflow(*oldest, gone)
-        self._held[key] = payload
-        self.nbytes += size
+            if self.overflow is not None and gone is not None:
+                self.overflow(gone.namespace_key, gone.packed, gone.payload)
+        self._held[name] = held
+        self.nbytes += held.nbytes
         self.stats["puts"] += 1
         return True
 
     def get(self, namespace_key: bytes, prefix: Prefix) -> Payload | None:
         """The block, to be read only, or None."""
-        key = namespace_key, _packed(prefix)
-        found = self.touch(*key)
-        self.stats["hits" if found else "misses"] += 1
-        return self._held[key] if found else None
+        name = self._find(namespace_key, packed_of(prefix))
+        if name is None:
+            self.stats["misses"] += 1
+            return None
+        self._held.move_to_end(name)
+        self.stats["hits"] += 1
+        return self._held[name].payload
+
+    def holds(self, name: str) -> bool:
+        return name in self._held
 
     def contains(self, namespace_key: bytes, prefix: Prefix) -> bool:
-        return (namespace_key, _packed(prefix)) in self._held
+        return self._find(namespace_key, packed_of(prefix)) is not None
 
     def touch(self, namespace_key: bytes, prefix: Prefix) -> bool:
         """Mark it as used just now, if it is here."""
-        key = namespace_key, _packed(prefix)
-        if key in self._held:
-            self._held.move_to_end(key)
-            return True
-        return False
+        if (name := self._find(namespace_key, packed_of(prefix))) is not None:
+            self._held.move_to_end(name)
+        return name is not None
 
     def discard(self, namespace_key: bytes, prefix: Prefix) -> None:
-        key = namespace_key, _packed(prefix)
-        if (payload := self._held.pop(key, None)) is not None:
-            self.nbytes -= _size(key, payload)
+        if (name := self._find(namespace_key, packed_of(prefix))) is not None:
+            self._drop(name)
+
+    def _find(self, namespace_key: bytes, packed: bytes) -> str | None:
+        name = block_file.name_of(namespace_key, packed)
+        held = self._held.get(name)
+        same = held is not None and block_file.same_key(held.namespace_key, held.packed, namespace_key, packed)
+        return name if same else None
+
+    def _drop(self, name: str) -> _Held | None:
+        if (held := self._held.pop(name, None)) is not None:
+            self.nbytes -= held.nbytes
+        return held
 
     def clear(self) -> None:
         self._held.clear()
@@ -129,142 +136,6 @@ class HostTier:
 
     def close(self) -> None:
         self.clear()
-
-
-class DiskTier:
-    """Blocks in files, one each: a safetensors file that names what it holds and carries a checksum.
-
-    Prompts can be read off keys and values, so files are private (0600 in a folder of 0700) and their names are hashes.
-    Each process has a slot of the folder to itself, by a lock; the bound is that of one process. A slot whose process
-    ended serves the next one, which trusts nothing there that it has not verified, in the order of writing.
-
-    layout: a pool's block_layout; a file of another one is dropped. Raises MinillmError where the folder cannot be
-    used. After that a write that fails drops the block, and a file that is missing or wrong is a miss; `stats` counts
-    write_errors, missing, unreadable, corrupted, foreign (another key's) and stale (another layout's).
-    """
-
-    name = "disk"
-
-    def __init__(self, folder: str | os.PathLike[str], capacity_bytes: int, layout: BlockLayout | None = None):
-        self.capacity_bytes = _capacity(capacity_bytes)
-        self.layout = layout
-        self.stats: Counter[str] = Counter()
-        self.overflow: Callable[[bytes, bytes, Payload], object] | None = None
-        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
-        self.nbytes = 0
-        try:
-            self._folder, lock = block_file.take_slot(Path(folder))
-            self._unlock = weakref.finalize(self, os.close, lock)
-            self._find_files()
-        except OSError as error:
-            raise MinillmError(f"kv_disk_path: {folder} cannot be used ({error}); give a folder of your own") from None
-
-    def __len__(self) -> int:
-        return len(self._sizes)
-
-    def put(self, namespace_key: bytes, prefix: Prefix, payload: Payload) -> bool:
-        """Whether it is kept. The file appears whole or not at all; if the machine dies, its checksum tells."""
-        packed = _packed(prefix)
-        if self.touch(namespace_key, packed):
-            return True
-        if not self._unlock.alive:
-            return False
-        content = block_file.encode(namespace_key, packed, [_own(t) for t in payload])
-        if len(content) > self.capacity_bytes:
-            self.stats["too_large"] += 1
-            return False
-        self._evict_to(self.capacity_bytes - len(content))
-        if self.nbytes + len(content) > self.capacity_bytes:  # files that could not be deleted
-            self.stats["write_errors"] += 1
-            return False
-        name = block_file.name_of(namespace_key, packed)
-        try:
-            block_file.write(self._path(name), content)
-        except OSError:
-            self.stats["write_errors"] += 1
-            return False
-        self._sizes[name] = len(content)
-        self.nbytes += len(content)
-        self.stats["puts"] += 1
-        return True
-
-    def get(self, namespace_key: bytes, prefix: Prefix) -> Payload | None:
-        """The block, verified, or None: then a file that was there is gone."""
-        packed = _packed(prefix)
-        name = block_file.name_of(namespace_key, packed)
-        if name not in self._sizes:
-            self.stats["misses"] += 1
-            return None
-        try:
-            content = block_file.read(self._path(name), self._sizes[name])
-            payload = block_file.decode(content, namespace_key, packed, self.layout)
-        except block_file.UnusableError as error:
-            fault = error.reason
-        except FileNotFoundError:
-            fault = "missing"
-        except OSError:
-            fault = "unreadable"
-        else:
-            self._sizes.move_to_end(name)
-            self.stats["hits"] += 1
-            return payload
-        self.stats[fault] += 1
-        self._drop(name)
-        return None
-
-    def contains(self, namespace_key: bytes, prefix: Prefix) -> bool:
-        """Whether there is a file; only `get` verifies it."""
-        return block_file.name_of(namespace_key, _packed(prefix)) in self._sizes
-
-    def touch(self, namespace_key: bytes, prefix: Prefix) -> bool:
-        """Mark it as used just now, if it is here."""
-        name = block_file.name_of(namespace_key, _packed(prefix))
-        if name in self._sizes:
-            self._sizes.move_to_end(name)
-            return True
-        return False
-
-    def discard(self, namespace_key: bytes, prefix: Prefix) -> None:
-        name = block_file.name_of(namespace_key, _packed(prefix))
-        if name in self._sizes:
-            self._drop(name)
-
-    def clear(self) -> None:
-        for name in list(self._sizes):
-            self._drop(name)
-
-    def close(self) -> None:
-        """Leave files and slot to the next process."""
-        self._sizes.clear()
-        self.nbytes = 0
-        self._unlock()
-
-    def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.safetensors"
-
-    def _find_files(self) -> None:
-        for path, size in block_file.files(self._folder):
-            self._sizes[path.stem] = size
-            self.nbytes += size
-        self._evict_to(self.capacity_bytes)
-
-    def _evict_to(self, nbytes: int) -> None:
-        while self.nbytes > nbytes and self._sizes:
-            self._drop(next(iter(self._sizes)))
-            self.stats["evicted"] += 1
-
-    def _drop(self, name: str) -> None:
-        self._delete(self._path(name), self._sizes.pop(name))
-
-    def _delete(self, path: Path, size: int) -> None:
-        """What cannot be deleted keeps counting: it fills the disk all the same."""
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return
-        self.nbytes -= size
 
 
 class Tiers:
@@ -289,12 +160,12 @@ class Tiers:
 
     def put(self, namespace_key: bytes, prefix: Prefix, payload: Payload) -> str | None:
         """The tier that keeps the block, None when it is dropped. The payload is given away."""
-        packed = _packed(prefix)
+        packed = packed_of(prefix)
         return next((t.name for t in self.tiers if t.put(namespace_key, packed, payload)), None)
 
     def get(self, namespace_key: bytes, prefix: Prefix) -> Payload | None:
         """The block, to be read only, or None: it must be computed."""
-        packed = _packed(prefix)
+        packed = packed_of(prefix)
         for tier in self.tiers:
             if (payload := tier.get(namespace_key, packed)) is not None:
                 return payload
@@ -302,27 +173,31 @@ class Tiers:
 
     def contains(self, namespace_key: bytes, prefix: Prefix) -> str | None:
         """The fastest tier that has the block. Reads no file and does not count as use."""
-        packed = _packed(prefix)
+        packed = packed_of(prefix)
         return next((t.name for t in self.tiers if t.contains(namespace_key, packed)), None)
 
     def touch(self, namespace_key: bytes, prefix: Prefix) -> str | None:
         """As `contains`, and marks it as used: a block that would be put again need not be read from the pool."""
-        packed = _packed(prefix)
+        packed = packed_of(prefix)
         return next((t.name for t in self.tiers if t.touch(namespace_key, packed)), None)
 
     def match(self, namespace_key: bytes, prefix: Prefix, block_size: int, start: int = 0) -> list[str]:
-        """Where the whole blocks of a prompt are, from block number `start` up to the first that is nowhere."""
-        packed = _packed(prefix)
-        names = []
-        for end in range((start + 1) * block_size, len(packed) // TOKEN_BYTES + 1, block_size):
-            if (name := self.contains(namespace_key, packed[: TOKEN_BYTES * end])) is None:
+        """Where the whole blocks of a prompt are, from block number `start` up to the first that is nowhere.
+
+        In time linear in the prompt, since it goes by names; `get` compares the keys.
+        """
+        packed, each = packed_of(prefix), TOKEN_BYTES * block_size
+        found: list[str] = []
+        for name in block_file.names_of(namespace_key, packed, range((start + 1) * each, len(packed) + 1, each)):
+            tier = next((t.name for t in self.tiers if t.holds(name)), None)
+            if tier is None:
                 break
-            names.append(name)
-        return names
+            found.append(tier)
+        return found
 
     def discard(self, namespace_key: bytes, prefix: Prefix) -> None:
         """The block will not be asked for again."""
-        packed = _packed(prefix)
+        packed = packed_of(prefix)
         for tier in self.tiers:
             tier.discard(namespace_key, packed)
 
@@ -333,19 +208,3 @@ class Tiers:
     def close(self) -> None:
         for tier in self.tiers:
             tier.close()
-
-
-def _capacity(given: object) -> int:
-    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise MinillmError(f"a tier's capacity must be a whole number of bytes, at least 1, got {given!r}")
-    return given
-
-
-def _own(t: Tensor) -> Tensor:
-    """t, or a copy where t is a window: it would keep more memory alive than is counted."""
-    whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
-    return t if whole else t.clone(memory_format=torch.contiguous_format)
-
-
-def _size(key: tuple[bytes, bytes], payload: Payload) -> int:
-    return len(key[0]) + len(key[1]) + sum(t.nbytes for t in payload)
