@@ -80,9 +80,9 @@ class EngineCore:
         except Exception as error:  # a scheduler, an allocator or a cache at fault: nobody's state can be trusted
             return done + self._fail(list(self.outputs), error)
         scheduled = time.perf_counter() - begun
-        for request, reason in out.refused:
-            self.events.record("refused", request.request_id, field="prompt", reason=reason)
-            done.append((request, self._end(request, "error", reason)))
+        for request, error in out.refused:
+            self.events.record("refused", request.request_id, field="prompt", reason=str(error))
+            done += self._fail([request], error)
         if not out.rows:
             return done + self._idle()
         self.idle_steps = 0
@@ -151,7 +151,8 @@ class EngineCore:
         out = []
         for r in requests:
             self.failures[r] = error
-            out.append((r, self._end(r, "error", f"{type(error).__name__}: {error}")))
+            why = str(error) if isinstance(error, MinillmError) else f"{type(error).__name__}: {error}"
+            out.append((r, self._end(r, "error", why)))
         return out
 
     def _expire(self, now: float) -> list[Delta]:

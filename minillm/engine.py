@@ -54,7 +54,7 @@ class Engine:
         """parts: see `parts.PARTS`. weights_id: what distinguishes these weights from others, for cached KV."""
         parts = check_parts(parts, config)
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self.sampler = parts["sampler"] if "sampler" in parts else Sampler()
+        self._sampler = parts["sampler"] if "sampler" in parts else Sampler()
         self.detokenizer = parts.get("detokenizer", IncrementalDetokenizer)
         self.events = EventLog()
         self.policy: SchedulerPolicy = make_policy(config.scheduling_policy, config.priority_ageing_s)
@@ -92,10 +92,20 @@ class Engine:
             what = "the cache, the policy, the limits and the event log"
             scheduler = make_part("scheduler", self._make_scheduler, what, self.cache, self.policy, limits, self.events)
             budget = config.max_num_batched_tokens if config.enable_chunked_prefill else None
-            return EngineCore(scheduler, runner, self.sampler, make_output, self.cache, self.events, budget)
+            return EngineCore(scheduler, runner, self._sampler, make_output, self.cache, self.events, budget)
         runner = copy.copy(runner)  # shares the model; cache and rows are made by start()
         static = StaticScheduler(self._fits, runner.start, runner.finish, config.max_num_seqs)
-        return EngineCore(static, runner, self.sampler, make_output, self.cache, self.events)
+        return EngineCore(static, runner, self._sampler, make_output, self.cache, self.events)
+
+    @property
+    def sampler(self) -> Any:
+        return self._sampler
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:
+        self._sampler = sampler
+        if self.core is not None:
+            self.core.sampler = sampler
 
     # The door ---------------------------------------------------------------------------------------
 

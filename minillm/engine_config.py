@@ -152,7 +152,7 @@ class EngineConfig:
 
     def _refuse_ignored(self) -> None:
         """Options that nothing in this engine would read."""
-        self._unread(PAGED_ONLY, self.kv_cache == "paged", "kv_cache='paged'", f"kv_cache={self.kv_cache!r}")
+        self._unread(PAGED_ONLY, self.kv_cache == "paged", "kv_cache='paged'", repr(self.kv_cache))
         if self.batching == "continuous" and self.kv_cache != "paged":
             raise MinillmError(
                 f"batching='continuous' needs kv_cache='paged', since requests join at any step; got {self.kv_cache!r}"

@@ -42,11 +42,12 @@ class ScheduledRow(NamedTuple):
 
 @dataclass
 class SchedulerOutput:
-    """One step. `refused`: requests that can never run, and why; they have left the scheduler."""
+    """One step. `refused`: requests that cannot go on, and why (in words, or what a part raised for them); they have
+    left the scheduler."""
 
     rows: list[ScheduledRow] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    refused: list[tuple[Request, str]] = field(default_factory=list)
+    refused: list[tuple[Request, Exception]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -207,7 +208,9 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_tokens: int, out: SchedulerOutput) -> bool:
         """Blocks for so many tokens, if need be from others. False: the request itself had to give way."""
-        while not self.cache.grow(request, num_tokens):
+        while not self._ask(self.cache.grow, request, num_tokens, out):
+            if request.status != Status.RUNNING:
+                return False
             begun = {r for r, _ in out.rows}
             candidates = [r for r in self.running if r not in begun]
             victim = self.policy.victim([r for r in candidates if r.paused] or candidates)
@@ -236,9 +239,13 @@ class Scheduler:
             if len(self.running) >= self.limits.max_num_seqs and not self._oust_paused(out):
                 return
             keep = self.limits.keep_free if self.running else 0
-            while not self.cache.admit(r, keep):
-                if not self._oust_paused(out):
+            while not self._ask(self.cache.admit, r, keep, out):
+                if r not in self.waiting or not self._oust_paused(out):
+                    break
+            if not r.block_ids:
+                if r in self.waiting:
                     return
+                continue
             n = r.num_new_tokens
             if self.limits.enable_chunked_prefill:
                 n = min(n, budget)
@@ -263,8 +270,22 @@ class Scheduler:
         """Nothing runs, and still the first in the queue does not fit: it never will."""
         r = self.waiting.head()
         if r is not None:
-            self.finish(r)
-            out.refused.append((r, f"its {r.num_tokens} tokens do not fit into the KV cache, even alone"))
+            self._refuse(r, MinillmError(self.cache.why_not(r)), out)
+
+    def _ask(self, what: Callable[[Request, int], bool], request: Request, n: int, out: SchedulerOutput) -> bool:
+        """what(request, n). If it raises, this request ends, and nobody else: the fault may lie in a learner's part."""
+        try:
+            return what(request, n)
+        except Exception as error:
+            self._refuse(request, error, out)
+            return False
+
+    def _refuse(self, request: Request, error: Exception, out: SchedulerOutput) -> None:
+        try:
+            self.finish(request)
+        except Exception:  # one fault is told at a time
+            request.status = Status.FINISHED
+        out.refused.append((request, error))
 
 
 class StaticScheduler:

@@ -11,7 +11,7 @@ import torch
 from minillm import LLM, MinillmError, SamplingParams
 from minillm.errors import RequestError
 from minillm.request import TokenLogprob
-from minillm.runner import CachedRunner
+from minillm.runner import PagedRunner
 from minillm.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -164,7 +164,7 @@ def test_bad_options_are_refused(embedded_folder):
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive"),
         ({"seed": -1}, "seed must be"),
         ({"tensor_parallel_size": 2}, "no option 'tensor_parallel_size'"),
-        ({"parts": {"scheduler": 1}}, "'scheduler' is not a part"),
+        ({"parts": {"spam": 1}}, "'spam' is not a part"),
     ):
         with pytest.raises(MinillmError, match=message):
             LLM(embedded_folder, **options)
@@ -183,16 +183,16 @@ def test_a_learner_s_part_runs_in_the_engine(embedded_folder):
 
 
 def test_a_row_without_a_distribution_ends_its_request_and_no_other(llm, monkeypatch):
-    forward = CachedRunner.forward
+    forward = PagedRunner.forward
 
-    def damaged(self, requests):
-        logits = forward(self, requests).clone()
-        for row, r in zip(logits, requests, strict=True):
+    def damaged(self, requests, num_new=None):
+        logits = forward(self, requests, num_new).clone()
+        for row, r in zip(logits, [r for r in requests if not r.num_new_tokens], strict=True):
             if r.prompt_token_ids == [666] and r.output_token_ids:
                 row.fill_(math.nan)
         return logits
 
-    monkeypatch.setattr(CachedRunner, "forward", damaged)
+    monkeypatch.setattr(PagedRunner, "forward", damaged)
     good, bad, also = llm.generate(["One, two,", [666], "The sky is"], GREEDY, use_tqdm=False)
     assert (bad.outputs[0].finish_reason, len(bad.outputs[0].token_ids)) == ("error", 1)
     assert "logits are NaN" in bad.outputs[0].stop_reason

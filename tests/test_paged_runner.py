@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 
 import numpy as np
@@ -19,8 +20,8 @@ from minillm.cache.blocks import BlockAllocator
 from minillm.cache.paged import PagedCache
 from minillm.cache.pool import LARGEST, KVPool, block_bytes, quantize_kv
 from minillm.config import ModelConfig
-from minillm.engine_config import EngineConfig
 from minillm.device import on
+from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError, RequestError
 from minillm.graphs import DecodeGraphs, buckets
 from minillm.models.transformer import Transformer
@@ -107,7 +108,7 @@ def test_a_request_never_needs_more_than_was_promised():
     cache = PagedCache(KVPool(CONFIG, 2, BLOCK, torch.float32))
     r = request([1] * 16, max_tokens=17)
     cache.promise([r])
-    assert cache.available == 0
+    assert cache.available() == 0
     with pytest.raises(MinillmError, match="finish or close the streams"):
         cache.promise([request([1])])
     for _ in range(r.max_tokens):
@@ -158,15 +159,17 @@ def test_an_abandoned_stream_frees_its_blocks_at_every_step(paged_llm):
 
 
 @pytest.mark.model
-def test_streams_share_the_pool_and_a_group_that_does_not_fit_waits_for_nobody(paged_llm):
+def test_streams_that_do_not_fit_together_take_turns_and_write_what_they_would_alone(paged_llm):
     cache = paged_llm.engine.cache
-    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    first, second = (paged_llm.stream("Once upon a time", long) for _ in range(2))
-    next(first)
-    with pytest.raises(MinillmError, match="finish or close the streams under way"):
-        next(second)
-    next(first)  # the first one is unharmed
-    first.close()
+    long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)  # 16 of the 24 blocks
+    prompts = ["Once upon a time", "1, 2, 3,"]
+    alone = ["".join(paged_llm.stream(p, long)) for p in prompts]
+    paged_llm.engine.events.clear()
+    streams, texts = [paged_llm.stream(p, long) for p in prompts], ["", ""]
+    for pair in itertools.zip_longest(*streams, fillvalue=""):
+        texts = [t + piece for t, piece in zip(texts, pair, strict=True)]
+    assert texts == alone
+    assert paged_llm.engine.events.of("preempted")
     assert idle(cache)
 
 

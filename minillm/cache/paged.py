@@ -128,6 +128,22 @@ class PagedCache:
         if free + live + cached != total:
             raise MinillmError(f"blocks are lost or doubled: {free} free + {live} live + {cached} cached != {total}")
 
+    def why_not(self, request: Request) -> str:
+        """Why a request cannot be admitted though nothing else runs."""
+        if lost := self._lost():
+            return lost
+        need, most = self.blocks_for(request.num_tokens), self.capacity(request.tenant)
+        return f"its {request.num_tokens} tokens need {need} blocks of KV cache, and it may have {most}, even alone"
+
+    def _lost(self) -> str:
+        free, held = self._num_free(), self.num_live + self.num_cached
+        if free + held == self.pool.num_blocks:
+            return ""
+        return (
+            f"parts: the allocator says that {free} blocks are free; {held} of {self.pool.num_blocks} are held, so it "
+            "has lost some"
+        )
+
     # Admission: find, take, fill ---------------------------------------------------------------------------
 
     def admit(self, request: Request, keep_free: int = 0) -> bool:
@@ -358,11 +374,8 @@ class PagedCache:
         """Set blocks aside for a group, so that none of it can run out half way. All or nothing."""
         need = sum(self.most_blocks(r) for r in requests)
         if need > self.available():
-            if (free := self._num_free()) + self.num_live + self.num_cached != self.pool.num_blocks:
-                raise MinillmError(
-                    f"parts: the allocator says that {free} blocks are free; {self.num_live} of "
-                    f"{self.pool.num_blocks} are held, so it has lost some"
-                )
+            if lost := self._lost():
+                raise MinillmError(lost)
             raise MinillmError(
                 f"{len(requests)} requests may need {need} blocks of KV cache, {self.available()} of "
                 f"{self.pool.num_blocks} are free; finish or close the streams under way, or raise num_kv_blocks"
