@@ -20,7 +20,7 @@ from minillm.errors import MinillmError
 
 @dataclass
 class PrefixStats:
-    """Counted by `match` as it finds them. Of a full hit a caller uses one block less: it must compute the last token."""
+    """Counted by `match` as it finds them. A caller that computes the last token anyway uses less of a full hit."""
 
     queries: int = 0
     request_hits: int = 0  # queries of which at least one block was known
