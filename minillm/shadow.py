@@ -4,17 +4,23 @@ Whoever hands out blocks, shares, evicts, preempts or swaps them can do one thin
 holds something else than its own history. Here every slot holds a number that stands for a whole token prefix, and
 `ShadowRunner` compares each slot that a step would read with what it should be. The "model" draws the next token from
 the prefix alone, so what a request must generate is known beforehand. No tensors: thousands of steps a second.
+`ShadowCore` is the engine's own step loop over such a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from minillm.cache.paged import PagedCache
+from minillm.core import EngineCore
 from minillm.errors import MinillmError
-from minillm.request import Request
+from minillm.events import EventLog
+from minillm.policy import FirstCome, SchedulerPolicy
+from minillm.request import Request, SamplingParams
+from minillm.scheduler import Limits, Scheduler, SchedulerLike
 
 POISON = -1  # what a slot holds before anybody has written it
 
@@ -149,3 +155,91 @@ class ShadowRunner:
 
     def finish(self, request: Request) -> None:
         self._known.pop(request, None)
+
+
+class ShadowCore(EngineCore):
+    """An engine over shadows: the real scheduler, cache and step loop, or a learner's. An output only counts tokens.
+
+    blocks, block_size: of the pool. make_scheduler(cache, policy, limits, events) and make_cache(pool, events) build
+    the parts; by default they are the engine's own.
+    """
+
+    def __init__(
+        self, blocks: int = 8, block_size: int = 4, policy: SchedulerPolicy | None = None,
+        limits: Limits | None = None, make_cache: Callable[[Any, EventLog], PagedCache] | None = None,
+        events: EventLog | None = None, make_scheduler: Callable[..., SchedulerLike] = Scheduler,
+    ):  # fmt: skip
+        events = EventLog() if events is None else events
+        pool = ShadowPool(blocks, block_size)
+        self.shadow = ShadowRunner(pool)
+        self.kv = PagedCache(pool, events=events) if make_cache is None else make_cache(pool, events)
+        self.limits = limits or Limits(max_num_seqs=4, max_num_batched_tokens=8)
+        scheduler = make_scheduler(self.kv, policy or FirstCome(), self.limits, events)
+        runner: Any = _Runner(self.shadow)
+        make_output: Any = _Output
+        super().__init__(scheduler, runner, _Sampler(), make_output, self.kv, events)
+        self.made = 0
+
+    def request(self, prompt: Sequence[int], new: int = 4, **options: Any) -> Request:
+        """A request for `new` tokens; it arrives at second 1, 2, 3 ... unless `arrival` says otherwise."""
+        self.made += 1
+        times = {"arrival": float(options.pop("arrival", self.made))}
+        params = SamplingParams(max_tokens=new)
+        return Request(str(self.made), list(prompt), params, 0, max_tokens=new, times=times, **options)
+
+    def finish_all(self, limit: int = 10_000) -> None:
+        """Step until nobody is left. Raises MinillmError if somebody still is after `limit` steps."""
+        for _ in range(limit):
+            if not self.has_work:
+                return
+            self.step()
+        raise MinillmError(f"{len(self.outputs)} requests did not end in {limit} steps")
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request holds a block, and none is lost."""
+        self.kv.check()
+        return self.kv.num_live == 0 and self.kv.num_free + self.kv.num_cached == self.kv.pool.num_blocks
+
+
+class _Tokens(list[int]):
+    """What the shadow "computes": the tokens themselves stand for the logits."""
+
+    vocab = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), self.vocab
+
+
+class _Runner:
+    def __init__(self, shadow: ShadowRunner):
+        self.shadow = shadow
+
+    def forward(self, requests: Sequence[Request], counts: Sequence[int]) -> _Tokens:
+        out = _Tokens(self.shadow.forward(requests, counts))
+        out.vocab = self.shadow.vocab
+        return out
+
+    def finish(self, request: Request) -> None:
+        self.shadow.finish(request)
+
+
+class _Sampler:
+    def sample(self, logits: _Tokens, requests: Sequence[Request]) -> tuple[list[int], list[None]]:
+        return list(logits), [None] * len(logits)
+
+
+class _Output:
+    def __init__(self, request: Request):
+        self.request = request
+
+    def push(self, token: int) -> str:
+        r = self.request
+        r.output_token_ids.append(token)
+        if len(r.output_token_ids) == r.max_tokens:
+            r.finish_reason = "length"
+        return ""
+
+    def finish(self) -> str:
+        return ""
