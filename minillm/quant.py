@@ -170,7 +170,7 @@ class QuantLinear(Linear):
 
     def pack(self) -> QuantLinear:
         """int4 on a CPU in bf16: reorder the codes for torch's kernel, and let the plain ones go."""
-        if self.codes is None or self.scheme.bits == 8 or not self._has_cpu_kernel():
+        if self.codes is None or self.codes.device.type != "cpu" or self.scheme.bits == 8 or not self._has_cpu_kernel():
             return self
         codes = unpack_int4(self.codes)
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
@@ -202,15 +202,20 @@ class QuantLinear(Linear):
         return _affine(unpack_int4(self.codes), self.scale.to(dtype), self.zero.to(dtype))
 
     def _has_cpu_kernel(self) -> bool:
-        """torch 2.13: bf16 alone is fast (fp32 is a plain loop). Both kernels accumulate in fp32."""
-        if self.codes.device.type != "cpu" or self.dtype != torch.bfloat16:
+        """torch 2.13: bf16 alone is fast (fp32 is a plain loop). Both kernels accumulate in fp32.
+
+        The kernel for int8 reads 16 inputs at a time, past the end of a row that is no multiple.
+        """
+        if self.dtype != torch.bfloat16:
             return False
-        return self.scheme.bits == 8 or (self.out_features % 64 == 0 and self.in_features % 32 == 0)
+        if self.scheme.bits == 8:
+            return self.in_features % 16 == 0
+        return self.out_features % 64 == 0 and self.in_features % 32 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.device.type == "cuda":
             y = self._on_gpu(x)
-        elif x.dtype != torch.bfloat16 or len(x) > FEW_ROWS or (self._packed is None and self.scheme.bits == 4):
+        elif len(x) > FEW_ROWS or not self._has_cpu_kernel() or (self._packed is None and self.scheme.bits == 4):
             return F.linear(x, self._dequantize(x.dtype), self.bias)
         elif self._packed is None:
             y = torch._weight_int8pack_mm(x, self.codes, self.scale)

@@ -125,6 +125,15 @@ def test_a_linear_of_codes_multiplies_by_the_weight_they_stand_for(dtype, scheme
             assert (lost - want).abs().max() > 10 * limit * want.abs().max()
 
 
+@pytest.mark.parametrize("n_in", [100, 200, 33])
+def test_int8_rows_that_torchs_kernel_would_read_past_are_dequantised(n_in):
+    """The kernel reads 16 inputs at a time: garbage or a crash for any other number."""
+    linear = QuantLinear(weights(96, n_in, 0).bfloat16(), scheme="int8")
+    x = torch.randn(4, n_in, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = x.double() @ linear.dequantize().double().t()
+    torch.testing.assert_close(linear(x).double(), want, atol=0.01 * want.abs().max().item(), rtol=0.01)
+
+
 def test_few_rows_use_torchs_kernels_for_codes(monkeypatch):
     """bf16 on a CPU: a decode step must not make the dense weight again."""
     monkeypatch.setattr(QuantLinear, "_dequantize", lambda *args: pytest.fail("dequantised"))
