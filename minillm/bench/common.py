@@ -44,6 +44,8 @@ class Options:
     new: int = 64
     requests: int = 32
     contexts: tuple[int, ...] | None = None
+    workloads: tuple[str, ...] | None = None
+    gguf: str | None = None
     cached_ceilings: bool = False  # for a quick look: the record then names ceilings of another run
     command: str = "python3 -m minillm.bench"
     out: Callable[[str], None] = field(default=lambda line: print(line, file=sys.stderr, flush=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import sys
@@ -12,7 +13,9 @@ from typing import Any
 
 import minillm
 
-STEPS = ("ceilings", "ladder", "single", "throughput", "quality", "quant", "kernels", "launch")
+STEPS = (
+    "ceilings", "ladder", "single", "throughput", "scheduler", "nano", "quality", "quant", "kernels", "launch",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,20 +23,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "step",
         choices=STEPS,
         help="ceilings of the machine; ladder: one step of each rung; single: one stream against a peer; "
-        "throughput: many requests against a peer; quality: what quantised weights do to the answers; quant: what they "
-        "do to the speed, once a quality record admits them; kernels: each against its roofline and torch; "
-        "launch: a decode step eager and as a CUDA graph",
+        "throughput: workloads W1 to W3 beside peers; scheduler: host time of a step's schedule; "
+        "nano: the nano-vllm workload on Qwen3-0.6B shapes; quality: what quantised weights do to the answers; "
+        "quant: what they do to the speed, once a quality record admits them; kernels: each against its roofline "
+        "and torch; launch: a decode step eager and as a CUDA graph",
     )
     parser.add_argument("--model", help="embedded model, folder, hub name, or for ladder a shape with random weights")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto (bf16 where supported), float32, bfloat16, float16")
-    parser.add_argument("--peer", help="the other side of single and throughput (default: transformers)")
+    parser.add_argument(
+        "--peer",
+        help="other engines, as transformers,vllm=PYTHON,llama.cpp=PYTHON: the Python of an environment that has them "
+        "(default: transformers, the only one of single)",
+    )
+    parser.add_argument(
+        "--gguf", metavar="FILE", help="throughput: weights for llama.cpp (default: the embedded model's)"
+    )
+    parser.add_argument("--workloads", help="throughput: some of W1,W2,W3 (default: all)")
     parser.add_argument("--repeats", type=int, help="samples of each measurement (default: by step)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides (default: torch's choice)")
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: %(default)s)")
     parser.add_argument("--prompt", type=int, help="prompt tokens of single and throughput (default: 128)")
     parser.add_argument("--new", type=int, help="new tokens of single and throughput (default: 64)")
-    parser.add_argument("--requests", type=int, help="requests of throughput (default: 32)")
+    parser.add_argument("--requests", type=int, help="requests of throughput (default: 32) and of nano (default: 256)")
     parser.add_argument("--contexts", help="contexts of ladder, as 128,512,1024")
     parser.add_argument("--cached-ceilings", action="store_true", help="skip measuring the ceilings; not for a record")
     parser.add_argument("--tune", action="store_true", help="kernels: try configurations, propose entries, no record")
@@ -43,24 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 # What a step may be asked, and what its record names in its command. None: not given, so `Options` decides.
 ASKED = (
     "model", "device", "dtype", "peer", "repeats", "threads", "seed", "prompt", "new", "requests", "contexts",
+    "workloads", "gguf",
 )  # fmt: skip
 # Options that only some steps have. The others would ignore them, so they refuse them.
 OWNERS = {
     "model": ("ladder", "single", "throughput", "quality", "quant"),
-    "repeats": ("ladder", "single", "throughput", "quant", "kernels", "launch"),
+    "repeats": ("ladder", "single", "throughput", "scheduler", "nano", "quant", "kernels", "launch"),
     "contexts": ("ladder",),
     "peer": ("single", "throughput"),
     "prompt": ("single", "throughput"),
     "new": ("single", "throughput"),
-    "requests": ("throughput",),
+    "requests": ("throughput", "nano"),
+    "workloads": ("throughput",),
+    "gguf": ("throughput",),
 }
 
 
 def command_line(step: str, given: Mapping[str, Any]) -> str:
     """How to run this again: what was asked, without where it was written."""
     from minillm.bench.common import Options
+    from minillm.bench.peers import without_paths
 
-    changed = [f"--{name} {given[name]}" for name in ASKED if name in given and given[name] != getattr(Options, name)]
+    shown = dict(given)
+    if "peer" in shown:
+        shown["peer"] = without_paths(shown["peer"])
+    if "gguf" in shown:
+        shown["gguf"] = "FILE"
+    changed = [f"--{name} {shown[name]}" for name in ASKED if name in shown and shown[name] != getattr(Options, name)]
     return " ".join(["python3 -m minillm.bench", step, *changed])
 
 
@@ -86,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
             given["contexts"] = tuple(sorted({int(c) for c in args.contexts.split(",")}))
         except ValueError:
             raise MinillmError(f"--contexts must look like 128,512,1024, got {args.contexts!r}") from None
+    if args.step == "nano":
+        given.setdefault("requests", 256)
+    if "workloads" in given:
+        given["workloads"] = tuple(dict.fromkeys(args.workloads.split(",")))
     options = Options(args.step, cached_ceilings=args.cached_ceilings, command=command, **given)
     step = _step(args.step)
     if args.tune:
@@ -129,6 +154,8 @@ def _step(name: str) -> Any:
         from minillm.bench import quant
 
         return quant
+    if name in ("throughput", "scheduler", "nano"):
+        return importlib.import_module(f"minillm.bench.{name}")
     from minillm.bench import race
 
     return race
