@@ -8,9 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "MinillmError", "ModelConfig", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM", "AsyncLLM", "EngineConfig", "MinillmError", "ModelConfig", "RequestOutput", "SamplingParams", "__version__",
+]  # fmt: skip
 
 if TYPE_CHECKING:
+    from minillm.async_llm import AsyncLLM
     from minillm.config import ModelConfig
     from minillm.engine_config import EngineConfig
     from minillm.errors import MinillmError
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from minillm.request import RequestOutput, SamplingParams
 
 _HOME = {
+    "AsyncLLM": "minillm.async_llm",
     "LLM": "minillm.llm",
     "EngineConfig": "minillm.engine_config",
     "MinillmError": "minillm.errors",

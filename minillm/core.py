@@ -80,13 +80,13 @@ class EngineCore:
         except Exception as error:  # a scheduler, an allocator or a cache at fault: nobody's state can be trusted
             return done + self._fail(list(self.outputs), error)
         scheduled = time.perf_counter() - begun
-        for request, error in out.refused:
-            self.events.record("refused", request.request_id, field="prompt", reason=str(error))
-            done += self._fail([request], error)
+        for request, why in out.refused:
+            self.events.record("refused", request.request_id, field="prompt", reason=str(why))
+            done += self._fail([request], why)
         if not out.rows:
             return done + self._idle()
         self.idle_steps = 0
-        rows = [(r.request_id, n, r.num_computed_tokens) for r, n in out.rows] if self.events.events.maxlen else []
+        rows = [(r.request_id, n, r.num_computed_tokens) for r, n in out.rows]
         try:
             done += self._compute(out.rows)
         except Exception as error:
@@ -199,8 +199,12 @@ class EngineCore:
             )
 
     def _record(self, rows: Sequence[tuple[str, int, int]], begun: float, scheduled: float) -> None:
+        restore = None if self.cache is None else self.cache.restore
+        if restore is not None and any(n > 1 for _, n, _ in rows):  # the cost model learns what computing costs here
+            shapes = [(n, computed + n) for _, n, computed in rows]
+            restore.observe_step(shapes, time.perf_counter() - begun - scheduled)
         if self.events.events.maxlen:
-            blocks = {} if self.cache is None else {
+            blocks: dict[str, Any] = {} if self.cache is None else {
                 "free": self.cache.num_free, "cached": self.cache.num_cached, "live": self.cache.num_live,
             }  # fmt: skip
             self.events.record(

@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 from minillm.attention.backends import make_attention
+from minillm.attention.invariant import PagedInvariant
+from minillm.attention.protocol import AttentionBackend
 from minillm.attention.triton import TritonAttention
-from minillm.cache.build import make_paged_cache, weights_id
+from minillm.cache.build import make_paged_cache, make_pool, weights_id
 from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
 from minillm.cache.paged import PagedCache
 from minillm.config import ModelConfig
@@ -31,6 +33,7 @@ from minillm.errors import MinillmError, RequestError
 from minillm.events import EventLog
 from minillm.graphs import DecodeGraphs
 from minillm.models.detokenizer import IncrementalDetokenizer
+from minillm.models.invariant import RowByRow, make_invariant
 from minillm.models.tokenizer import Tokenizer
 from minillm.models.transformer import Transformer
 from minillm.output import OutputProcessor
@@ -53,8 +56,10 @@ class Engine:
     ):  # fmt: skip
         """parts: see `parts.PARTS`. weights_id: what distinguishes these weights from others, for cached KV."""
         parts = check_parts(parts, config)
+        if config.batch_invariant:
+            make_invariant(model)  # in place
         self.model, self.tokenizer, self.config = model, tokenizer, config
-        self._sampler = parts["sampler"] if "sampler" in parts else Sampler()
+        self._sampler = self._invariant(parts.get("sampler", Sampler()))
         self.detokenizer = parts.get("detokenizer", IncrementalDetokenizer)
         self.events = EventLog()
         self.policy: SchedulerPolicy = make_policy(config.scheduling_policy, config.priority_ageing_s)
@@ -67,8 +72,12 @@ class Engine:
         elif config.kv_cache == "contiguous":
             self.runner = CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
         else:
-            self.cache = make_paged_cache(model, tokenizer, config, parts, self.events, weights_id)
-            attention = make_attention(config.attention_backend, model, self.cache.pool, parts.get("attention"))
+            pool = make_pool(model, config)
+            self.cache = make_paged_cache(pool, model, tokenizer, config, parts, self.events, weights_id)
+            attention: AttentionBackend = (
+                PagedInvariant(pool) if config.batch_invariant
+                else make_attention(config.attention_backend, model, pool, parts.get("attention"))
+            )  # fmt: skip
             graphs = None
             if model.device.type == "cuda" and not config.enforce_eager and type(attention) is TritonAttention:
                 graphs = DecodeGraphs(model, attention, config.max_num_seqs)
@@ -103,9 +112,12 @@ class Engine:
 
     @sampler.setter
     def sampler(self, sampler: Any) -> None:
-        self._sampler = sampler
+        self._sampler = self._invariant(sampler)
         if self.core is not None:
-            self.core.sampler = sampler
+            self.core.sampler = self._sampler
+
+    def _invariant(self, sampler: Any) -> Any:
+        return RowByRow(sampler) if self.config.batch_invariant else sampler
 
     # The door ---------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ An option that is accepted is honoured. One that this engine would ignore is ref
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from minillm.config import dtype_name, positive_whole
@@ -170,12 +170,11 @@ class EngineConfig:
             raise MinillmError("batch_invariant has an attention of its own; leave attention_backend at 'auto'")
 
     def _unread(self, names: Sequence[str], read: bool, owner: str, here: str) -> None:
-        defaults = {f.name: () if f.name == "public_prefixes" else {} if f.name == "cache_floors" else f.default
-                    for f in fields(self)}  # fmt: skip
-        for name in names:
-            value = getattr(self, name)
-            if not read and value != defaults[name] and not (name in ("cache_floors", "public_prefixes") and not value):
-                raise MinillmError(f"{name} belongs to {owner}; with {here} it would be ignored")
+        for f in fields(self):
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            value = getattr(self, f.name)
+            if f.name in names and not read and value != default and (value or default):
+                raise MinillmError(f"{f.name} belongs to {owner}; with {here} it would be ignored")
 
     @property
     def continuous(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -23,8 +23,8 @@ from minillm.request import CompletionOutput, Request, RequestOutput, SamplingPa
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-class LLM:
-    """An engine and its tokenizer.
+class Face:
+    """What `LLM` and `AsyncLLM` share: an engine, and the way from prompts to requests to outputs.
 
     model  "smollm2-135m" (embedded), a Hugging Face folder, or a hub name (Llama, Qwen2/2.5, Qwen3 dense families)
     dtype, device, kv_cache, quantization, max_model_len and so on: see `EngineConfig`
@@ -36,12 +36,59 @@ class LLM:
     ):
         if unknown := sorted(set(config) - set(EngineConfig.field_names())):
             raise MinillmError(
-                f"LLM has no option {unknown[0]!r}; it has {', '.join(EngineConfig.field_names())} and parts"
+                f"{type(self).__name__} has no option {unknown[0]!r}; it has {', '.join(EngineConfig.field_names())} "
+                "and parts"
             )
         self.engine: Engine = load_engine(model, EngineConfig(**config), parts)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
+
+    def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if ids is not None:
+                return text, _token_ids(ids)
+            if text is None:
+                raise RequestError("prompt", f"a dict needs 'prompt' or 'prompt_token_ids', got keys {list(prompt)}")
+            return text, self.get_tokenizer().encode(text)
+        if isinstance(prompt, str):
+            return prompt, self.get_tokenizer().encode(prompt)
+        return None, _token_ids(prompt)
+
+    def _requests(self, ids: Sequence[int], params: SamplingParams, **whose: Any) -> list[Request]:
+        return [self.engine.make_request(ids, params, index, **whose) for index in range(params.n)]
+
+    def _output(
+        self, text: str | None, requests: Sequence[Request], texts: Mapping[Request, str],
+        counts: Mapping[Request, int] | None = None, ended: Collection[Request] | None = None,
+    ) -> RequestOutput:  # fmt: skip
+        """What a prompt has given: everything, or the first counts[r] tokens while only `ended` have ended."""
+        first, done = requests[0], set(requests if ended is None else ended)
+        outputs = []
+        for index, r in enumerate(requests):
+            n = len(r.output_token_ids) if counts is None else counts[r]
+            finish, stop = (r.finish_reason, r.stop_reason) if r in done else (None, None)
+            logprobs = r.logprobs[:n] if r.params.logprobs is not None else None
+            chosen = [entry[t].logprob for entry, t in zip(logprobs or [], r.output_token_ids, strict=False)]
+            outputs.append(
+                CompletionOutput(
+                    index=index, text=texts[r], token_ids=r.output_token_ids[:n],
+                    finish_reason=finish, stop_reason=stop,
+                    cumulative_logprob=sum(chosen) if logprobs is not None else None, logprobs=logprobs,
+                )
+            )  # fmt: skip
+        metrics, finished = {}, len(done) == len(requests)
+        begun = [t for r in requests if (t := r.times.get("first_token", r.times.get("finished"))) is not None]
+        if begun:
+            metrics["time_to_first_token"] = min(begun) - first.arrival
+        if finished:
+            metrics["e2e_latency"] = max(r.times["finished"] for r in requests) - first.arrival
+        return RequestOutput(first.request_id, text, first.prompt_token_ids, outputs, finished, metrics)
+
+
+class LLM(Face):
+    """The offline interface: everything is asked at once, and the answers come back in order."""
 
     def generate(
         self,
@@ -56,8 +103,8 @@ class LLM:
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. One
         `SamplingParams` serves all prompts; a list gives each its own. Nothing runs when any input is wrong.
-        priority (smaller first, read by scheduling_policy="priority") and tenant (whose cached prefixes it may use): one
-        for all, or a list.
+        priority (smaller first, read by scheduling_policy="priority") and tenant (whose cached prefixes it may use) are
+        one for all, or a list.
         """
         many = _as_list(prompts)
         each = zip(
@@ -112,26 +159,11 @@ class LLM:
                     if r.finish_reason == "error":
                         raise MinillmError(str(r.stop_reason))
 
-    def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if ids is not None:
-                return text, _token_ids(ids)
-            if text is None:
-                raise RequestError("prompt", f"a dict needs 'prompt' or 'prompt_token_ids', got keys {list(prompt)}")
-            return text, self.get_tokenizer().encode(text)
-        if isinstance(prompt, str):
-            return prompt, self.get_tokenizer().encode(prompt)
-        return None, _token_ids(prompt)
-
-    def _requests(self, ids: Sequence[int], params: SamplingParams, **whose: Any) -> list[Request]:
-        return [self.engine.make_request(ids, params, index, **whose) for index in range(params.n)]
-
-    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, str]:
-        """Run to the end; the text of each request, by its identity."""
+    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[Request, str]:
+        """Run to the end; the text of each request."""
         from tqdm.auto import tqdm
 
-        pieces: dict[int, list[str]] = {id(r): [] for r in requests}
+        pieces: dict[Request, list[str]] = {r: [] for r in requests}
         # Closed at once: an exception out here, such as a notebook's interrupt, would keep the run's blocks held.
         with (
             closing(self.engine.run(requests)) as steps,
@@ -141,35 +173,12 @@ class LLM:
             for step in steps:
                 tokens += len(step)
                 for r, delta in step:
-                    pieces[id(r)].append(delta)
+                    pieces[r].append(delta)
                 done = sum(r.finished for r, _ in step)
                 if done:
                     bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                     bar.update(done)
-        return {key: "".join(deltas) for key, deltas in pieces.items()}
-
-    def _output(self, text: str | None, requests: list[Request], texts: Mapping[int, str]) -> RequestOutput:
-        first = requests[0]
-        outputs = []
-        for index, r in enumerate(requests):
-            chosen = [entry[t].logprob for entry, t in zip(r.logprobs, r.output_token_ids, strict=False)]
-            outputs.append(
-                CompletionOutput(
-                    index=index,
-                    text=texts[id(r)],
-                    token_ids=r.output_token_ids,
-                    finish_reason=r.finish_reason,
-                    stop_reason=r.stop_reason,
-                    cumulative_logprob=sum(chosen) if r.params.logprobs is not None else None,
-                    logprobs=r.logprobs if r.params.logprobs is not None else None,
-                )
-            )
-        arrival = first.times["arrival"]
-        metrics = {
-            "time_to_first_token": min(r.times.get("first_token", r.times["finished"]) for r in requests) - arrival,
-            "e2e_latency": max(r.times["finished"] for r in requests) - arrival,
-        }
-        return RequestOutput(first.request_id, text, first.prompt_token_ids, outputs, True, metrics)
+        return {r: "".join(deltas) for r, deltas in pieces.items()}
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -45,6 +45,8 @@ def check_parts(parts: Any, config: EngineConfig) -> dict[str, Any]:
                 raise MinillmError(f"parts: the {name} must be an object with {needed}, got {part!r:.80}")
         if name not in OBJECTS and not callable(part):
             raise MinillmError(f"parts: {name} must be a class, got {part!r:.80}")
+        if name == "attention" and config.batch_invariant:
+            raise MinillmError("parts: batch_invariant=True has an attention of its own; give one of the two")
         if name in read and not read[name][0]:
             raise MinillmError(
                 f"parts: {name} belongs to {read[name][1]}, and this engine has kv_cache={config.kv_cache!r}, "

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -128,7 +128,7 @@ class WaitingQueue:
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
-    def __iter__(self) -> Iterable[Request]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Request]:
         """In order; for people and tests, O(n log n)."""
         return iter([r for _, t, r in sorted(self._heap, key=lambda e: e[:2]) if self._ticket.get(r) == t])
 

@@ -23,10 +23,7 @@ from minillm.models.transformer import Transformer
 from minillm.parts import make_part
 
 
-def make_paged_cache(
-    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any], events: EventLog,
-    weights_id: str = "",
-) -> PagedCache:  # fmt: skip
+def make_pool(model: Transformer, config: EngineConfig) -> KVPool:
     """What `max_num_seqs` longest sequences need, at most half of the free memory; or `num_kv_blocks`, as asked."""
     each = block_bytes(model.config, config.block_size, model.dtype.itemsize, config.kv_cache_dtype)
     fits = free_memory(model.device) // 2 // each
@@ -37,22 +34,31 @@ def make_paged_cache(
             f"{max(blocks, 1)} blocks of KV cache take {max(blocks, 1) * each / 1e9:.2f} GB, and "
             f"{2 * fits * each / 1e9:.2f} GB are free; lower num_kv_blocks, max_model_len or max_num_seqs"
         )
-    pool = KVPool(model.config, blocks, config.block_size, model.dtype, config.kv_cache_dtype, model.device)
+    return KVPool(model.config, blocks, config.block_size, model.dtype, config.kv_cache_dtype, model.device)
+
+
+def make_paged_cache(
+    pool: KVPool, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any],
+    events: EventLog, weights_id: str = "",
+) -> PagedCache:  # fmt: skip
+    """A pool, who owns its blocks, and what becomes of those that nobody owns any more."""
     tiers = make_tiers(config, pool)
     restore = None
     if tiers is not None:
         from minillm.roofline.restore import RestoreModel  # the roofline is loaded only where a choice needs it
 
         restore = RestoreModel.for_machine(
-            model.config, model.device.type, dtype=_name(model.dtype), block_size=config.block_size, block_bytes=each,
+            model.config, model.device.type, dtype=_name(model.dtype), block_size=config.block_size,
+            block_bytes=block_bytes(model.config, config.block_size, model.dtype.itemsize, config.kv_cache_dtype),
             chunk=config.max_num_batched_tokens,
         )  # fmt: skip
     public = None
     if config.public_prefixes:
         tokens = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in config.public_prefixes]
         public = PublicPrefixes(tokens, config.block_size)
+    prefix = make_prefix_cache(config, parts, pool.num_blocks)
     return PagedCache(
-        pool, parts.get("allocator", BlockAllocator), prefix=make_prefix_cache(config, parts, blocks), tiers=tiers,
+        pool, parts.get("allocator", BlockAllocator), prefix=prefix, tiers=tiers,
         restore=restore, preemption_mode=config.preemption_mode,
         namespace=make_namespace(model, tokenizer, config, weights_id), public=public, events=events,
     )  # fmt: skip

@@ -1,0 +1,245 @@
+"""`AsyncLLM`: the same engine for many callers at once, each with a stream. Lesson 13 puts a server on it.
+
+>>> llm = AsyncLLM()
+>>> async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=64)):
+...     print(output.outputs[0].text)
+
+The step loop runs in a thread of its own and owns the engine; callers only send it commands (add, abort, resume) and
+get what a step gave. Two things follow. Cancelling is leaving the `async for`: the next step no longer has the request,
+and its blocks are free. And back-pressure: a reader that stalls fills its own bounded buffer, its request is paused, and
+nobody else notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from minillm.core import Delta, EngineCore
+from minillm.errors import MinillmError, RequestError
+from minillm.llm import Face, Prompt
+from minillm.models.hub import EMBEDDED
+from minillm.request import Request, RequestOutput, SamplingParams
+
+MAX_BUFFERED = 64  # tokens that a stream may be ahead of its reader
+IDLE_WAIT_S = 0.02  # between looks at deadlines and paused requests when nothing can run
+Command = Callable[[], None]
+
+
+class Stream:
+    """What one prompt's requests have given and its reader has not taken. Filled by the engine, emptied by the reader.
+
+    `given` is written by the engine's thread alone, `taken` by the reader's: no lock is needed to compare them.
+    """
+
+    def __init__(self, requests: list[Request], loop: asyncio.AbstractEventLoop, limit: int):
+        self.requests, self.loop, self.limit = requests, loop, limit
+        self.given = self.taken = 0
+        self.paused = False  # engine's thread
+        self.arrived: list[tuple[Request, str, int, bool]] = []  # request, text, tokens so far, whether that is all
+        self.wake = asyncio.Event()
+        self.failure: BaseException | None = None
+
+    def deliver(self, items: list[tuple[Request, str, int, bool]], failure: BaseException | None = None) -> None:
+        """On the reader's loop."""
+        self.arrived += items
+        self.failure = self.failure or failure
+        self.wake.set()
+
+
+class AsyncLLM(Face):
+    """Takes the options of `LLM`, and max_buffered: tokens that a stream may be ahead of its reader."""
+
+    def __init__(
+        self, model: str | os.PathLike[str] = EMBEDDED, *, parts: Mapping[str, Any] | None = None,
+        max_buffered: int = MAX_BUFFERED, **config: Any,
+    ):  # fmt: skip
+        if isinstance(max_buffered, bool) or not isinstance(max_buffered, int) or max_buffered < 1:
+            raise MinillmError(f"max_buffered must be a whole number of tokens, at least 1, got {max_buffered!r}")
+        super().__init__(model, parts=parts, **config)
+        if self.engine.core is None:
+            raise MinillmError(
+                "AsyncLLM serves requests as they come; it needs kv_cache='paged' and no static batching"
+            )
+        self.core: EngineCore = self.engine.core
+        self.max_buffered = max_buffered
+        self.dead: BaseException | None = None  # why the engine's thread has ended, if it has
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._streams: dict[Request, Stream] = {}  # engine's thread
+        self._ids: set[str] = set()  # of requests under way
+        self._number = itertools.count()
+        self._door = threading.Lock()  # make_request counts, and callers may be in several threads
+        self._thread = threading.Thread(target=self._work, name="minillm-engine", daemon=True)
+        self._thread.start()
+
+    # For callers --------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None, *,
+        priority: int = 0, tenant: str = "", deadline_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:  # fmt: skip
+        """The output so far, again and again until it is finished. Leaving the loop early cancels the request.
+
+        Raises RequestError for bad input, and MinillmError when a step failed. deadline_s: seconds after which a
+        request that has not begun never does; its finish_reason is then "abort".
+        """
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise RequestError("sampling_params", f"expected SamplingParams, got {params!r:.80}")
+        text, ids = self._tokens(prompt)
+        name = self._claim(request_id)
+        try:
+            with self._door:
+                requests = self._requests(ids, params, priority=priority, tenant=tenant, deadline_s=deadline_s)
+            for i, r in enumerate(requests):
+                r.request_id = name if len(requests) == 1 else f"{name}-{i}"
+            stream = Stream(requests, asyncio.get_running_loop(), self.max_buffered)
+            self._send(lambda: self._add(stream))
+            try:
+                async for output in self._read(text, stream):
+                    output.request_id = name
+                    yield output
+            finally:
+                self._send(lambda: self._abort(stream), even_if_dead=True)
+        finally:
+            self._ids.discard(name)
+
+    async def _read(self, text: str | None, stream: Stream) -> AsyncIterator[RequestOutput]:
+        texts, counts = dict.fromkeys(stream.requests, ""), dict.fromkeys(stream.requests, 0)
+        ended: set[Request] = set()
+        while len(ended) < len(stream.requests):
+            await stream.wake.wait()
+            stream.wake.clear()
+            items, stream.arrived = stream.arrived, []
+            for r, piece, count, last in items:
+                texts[r] += piece
+                counts[r] = count
+                if last:
+                    ended.add(r)
+            if items:
+                yield self._output(text, stream.requests, texts, counts, ended)
+                stream.taken += len(items)  # only now: the reader has come back for more
+                if stream.paused and stream.given - stream.taken <= stream.limit // 2:
+                    self._send(lambda: self._resume(stream), even_if_dead=True)
+            if stream.failure is not None:
+                raise MinillmError(str(stream.failure)) from stream.failure
+
+    def shutdown(self, timeout_s: float = 10.0) -> None:
+        """End every request and the engine's thread. A second time, nothing."""
+        self._commands.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _claim(self, request_id: str | None) -> str:
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError("request_id", f"expected text, got {request_id!r:.80}")
+        name = f"request-{next(self._number)}" if request_id is None else request_id
+        if name in self._ids:
+            raise RequestError("request_id", f"{name!r} is under way; give each request an id of its own")
+        self._ids.add(name)
+        return name
+
+    def _send(self, command: Command, even_if_dead: bool = False) -> None:
+        if self.dead is not None and not even_if_dead:
+            raise MinillmError(f"the engine has ended: {self.dead}") from self.dead
+        self._commands.put(command)
+        if self.dead is not None and not even_if_dead:  # it ended in between, and nobody will hear
+            raise MinillmError(f"the engine has ended: {self.dead}") from self.dead
+
+    # In the engine's thread -------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while self._obey(wait=not self.core.has_work):
+                self._distribute(self.core.step())
+                if self.core.idle_steps:  # everybody is paused, or waits for one who is
+                    self.core.idle_steps = 0
+                    if not self._obey(wait=True, timeout=IDLE_WAIT_S):
+                        break
+            self._end(MinillmError("it was shut down"))
+        except BaseException as error:  # nothing may be left waiting for a thread that is gone
+            self._end(error)
+
+    def _obey(self, wait: bool, timeout: float | None = None) -> bool:
+        """Carry out the commands that have come; with `wait`, wait for one. False: shut down."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get(block=wait, timeout=timeout)
+                if command is None:
+                    return False
+                command()
+                wait = False
+        return True
+
+    def _add(self, stream: Stream) -> None:
+        for r in stream.requests:
+            self._streams[r] = stream
+            self.core.add(r)
+
+    def _abort(self, stream: Stream) -> None:
+        for r in stream.requests:
+            self.core.abort(r)
+            self._streams.pop(r, None)
+            self.core.failures.pop(r, None)
+
+    def _resume(self, stream: Stream) -> None:
+        if stream.paused:
+            stream.paused = False
+            self._pause(stream, False)
+
+    def _pause(self, stream: Stream, paused: bool) -> None:
+        pause = getattr(self.core.scheduler, "pause", None)
+        for r in stream.requests:
+            if pause is not None and r in self.core.outputs:
+                pause(r, paused)
+
+    def _distribute(self, step: list[Delta]) -> None:
+        """Hand a step's text to its readers: one call a stream, from their own loops."""
+        shares: dict[Stream, list[tuple[Request, str, int, bool]]] = {}
+        for r, text in step:
+            if (stream := self._streams.get(r)) is not None:
+                shares.setdefault(stream, []).append((r, text, len(r.output_token_ids), r.finished))
+        for stream, items in shares.items():
+            failure = next((f for r, *_ in items if (f := self.core.failures.pop(r, None)) is not None), None)
+            for r, _, _, last in items:
+                if last:
+                    self._streams.pop(r, None)
+            stream.given += len(items)
+            if not stream.paused and stream.given - stream.taken >= stream.limit:
+                stream.paused = True
+                self._pause(stream, True)
+            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody reads any more
+                stream.loop.call_soon_threadsafe(stream.deliver, items, failure)
+
+    def _end(self, error: BaseException) -> None:
+        self.dead = error
+        failure = MinillmError(f"the engine has ended: {error}")
+        streams = set(self._streams.values())
+        for r in list(self.core.outputs):
+            with contextlib.suppress(Exception):
+                self.core.abort(r, str(failure))
+        with contextlib.suppress(queue.Empty):  # those that were sent and not yet heard
+            while True:
+                command = self._commands.get(block=False)
+                if command is not None:
+                    with contextlib.suppress(Exception):
+                        command()
+        streams |= set(self._streams.values())
+        for r in list(self.core.outputs):
+            with contextlib.suppress(Exception):
+                self.core.abort(r, str(failure))
+        for stream in streams:
+            with contextlib.suppress(RuntimeError):
+                stream.loop.call_soon_threadsafe(stream.deliver, [], failure)
