@@ -1,0 +1,285 @@
+"""AsyncLLM: many streams over one engine, cancelled at any time, stalled without harm, ended in words."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import threading
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from minillm import LLM, AsyncLLM, MinillmError, SamplingParams
+from minillm.errors import RequestError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5, 6], [7] * 20, [8], [9] * 33, [10, 11, 12]]
+SMALL = {"num_kv_blocks": 12, "max_model_len": 64, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder, tmp_path_factory):
+    """A random Qwen3 of 211 words."""
+    folder = tmp_path_factory.mktemp("async") / "model"
+    shutil.copytree(tiny_folder("qwen3"), folder)
+    Backend(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def make(folder):
+    made = []
+
+    def build(**options):
+        made.append(AsyncLLM(folder, **(SMALL | options)))
+        return made[-1]
+
+    yield build
+    for llm in made:
+        llm.shutdown()
+        assert not llm._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What each prompt gives in an engine of its own."""
+    llm = LLM(folder, **SMALL)
+    return [llm.generate([p], GREEDY, use_tqdm=False)[0].outputs[0] for p in PROMPTS]
+
+
+async def last(stream):
+    output = None
+    async for output in stream:
+        pass
+    return output
+
+
+async def settled(llm):
+    """Commands are heard between steps: wait for the engine's thread, then look."""
+    for _ in range(500):
+        if not llm.core.outputs and llm._commands.empty():
+            break
+        await asyncio.sleep(0.01)
+    cache = llm.engine.cache
+    cache.check()
+    assert cache.num_live == 0
+    assert not llm.core.outputs
+    assert not llm._streams
+    assert not llm._ids
+    assert not llm.core.failures
+    return cache.num_free + cache.num_cached == cache.pool.num_blocks
+
+
+def run(work, timeout=120):
+    return asyncio.run(asyncio.wait_for(work, timeout))
+
+
+def test_streams_give_what_each_prompt_gives_alone(make, alone):
+    llm = make()
+
+    async def main():
+        outputs = await asyncio.gather(*[last(llm.generate(p, GREEDY)) for p in PROMPTS])
+        assert [o.outputs[0].token_ids for o in outputs] == [a.token_ids for a in alone]
+        assert [o.outputs[0].text for o in outputs] == [a.text for a in alone]
+        assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_outputs_grow_token_by_token_and_only_the_last_is_finished(make, alone):
+    llm = make()
+
+    async def main():
+        seen = [o async for o in llm.generate(PROMPTS[0], GREEDY, request_id="mine")]
+        counts = [len(o.outputs[0].token_ids) for o in seen]
+        assert counts == sorted(counts)
+        assert counts[-1] == 12
+        assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
+        assert all(o.outputs[0].finish_reason is None for o in seen[:-1])
+        assert all(alone[0].text.startswith(o.outputs[0].text) for o in seen)
+        assert {o.request_id for o in seen} == {"mine"}
+
+    run(main())
+
+
+def test_a_thousand_cancels_at_random_times_leave_nothing(make):
+    llm, rng = make(num_kv_blocks=6, max_num_batched_tokens=16), random.Random(0)
+
+    async def leave(prompt, after):
+        async for o in llm.generate(prompt, GREEDY):
+            if len(o.outputs[0].token_ids) >= after:
+                break
+
+    async def torn(prompt, seconds):
+        task = asyncio.create_task(last(llm.generate(prompt, GREEDY)))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+            raise asyncio.CancelledError  # it had finished already
+
+    async def main():
+        for _ in range(20):
+            works = []
+            for _ in range(50):
+                prompt = [rng.randrange(211) for _ in range(rng.randint(1, 50))]
+                some = leave(prompt, rng.randint(0, 6)) if rng.random() < 0.5 else torn(prompt, rng.random() * 0.05)
+                works.append(some)
+            await asyncio.gather(*works)
+        assert await settled(llm)
+        assert (await last(llm.generate([5], GREEDY))).finished
+
+    run(main(), 300)
+
+
+def test_a_stalled_reader_is_paused_and_nobody_else_waits(make, alone):
+    llm = make(max_buffered=2)
+
+    async def main():
+        stalled = llm.generate(PROMPTS[0], GREEDY)
+        await anext(stalled)
+        others = await asyncio.gather(*[last(llm.generate(p, GREEDY)) for p in PROMPTS[1:]])
+        assert [o.outputs[0].token_ids for o in others] == [a.token_ids for a in alone[1:]]
+        (request,) = llm.core.outputs
+        assert request.paused
+        assert len(request.output_token_ids) <= 2 + 2  # the buffer, and what was under way
+        assert (await last(stalled)).outputs[0].token_ids == alone[0].token_ids
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_a_stalled_reader_gives_way_when_memory_is_short(make, alone):
+    llm = make(max_buffered=1, num_kv_blocks=4)
+
+    async def main():
+        stalled = llm.generate(PROMPTS[3], GREEDY)  # 3 of the 4 blocks
+        await anext(stalled)
+        assert (await last(llm.generate(PROMPTS[1], GREEDY))).outputs[0].token_ids == alone[1].token_ids
+        assert llm.engine.events.of("preempted")
+        assert (await last(stalled)).outputs[0].token_ids == alone[3].token_ids
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_an_expired_request_never_runs(make):
+    llm = make(max_num_seqs=1)
+
+    async def main():
+        first = asyncio.create_task(last(llm.generate([5], GREEDY.replace(max_tokens=60))))
+        await asyncio.sleep(0)
+        output = await last(llm.generate([6], GREEDY, deadline_s=1e-6))
+        assert output.outputs[0].finish_reason == "abort"
+        assert "deadline" in output.outputs[0].stop_reason
+        assert output.outputs[0].token_ids == []
+        assert not any(name == output.request_id for e in llm.engine.events.of("step") for name, *_ in e.data["rows"])
+        assert (await first).finished
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_a_failing_step_fails_its_requests_and_not_the_engine(make, alone, monkeypatch):
+    llm = make()
+    forward, calls = llm.engine.runner.forward, []
+
+    def fails(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the device is on fire")
+        return forward(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "forward", fails)
+
+    async def main():
+        results = await asyncio.gather(*[last(llm.generate(p, GREEDY)) for p in PROMPTS[:3]], return_exceptions=True)
+        assert any(isinstance(r, MinillmError) and "on fire" in str(r) for r in results)
+        assert (await last(llm.generate(PROMPTS[2], GREEDY))).outputs[0].token_ids == alone[2].token_ids
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_bad_input_is_refused_before_anything_is_queued(make):
+    llm = make()
+
+    async def main():
+        for prompt, how, field in (
+            ([], {}, "prompt"), ([999], {}, "prompt"), (5, {}, "prompt"), ([1], {"priority": "high"}, "priority"),
+            ([1], {"deadline_s": 0}, "deadline_s"), ([1], {"tenant": 5}, "tenant"), ([1], {"request_id": 5}, "request_id"),
+            ([1], {"sampling_params": {"n": 2}}, "sampling_params"),
+        ):  # fmt: skip
+            with pytest.raises(RequestError) as error:
+                await last(llm.generate(prompt, **how))
+            assert error.value.field == field
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_an_id_under_way_cannot_be_used_again(make):
+    llm = make()
+
+    async def main():
+        stream = llm.generate([5], GREEDY, request_id="a")
+        await anext(stream)
+        with pytest.raises(RequestError, match="under way"):
+            await anext(llm.generate([5], GREEDY, request_id="a"))
+        await stream.aclose()
+        assert (await last(llm.generate([5], GREEDY, request_id="a"))).finished
+
+    run(main())
+
+
+def test_several_completions_of_one_prompt(make, folder):
+    llm, params = make(), SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True)
+    own = LLM(folder, **SMALL).generate([[5, 6]], params, use_tqdm=False)[0]
+
+    async def main():
+        output = await last(llm.generate([5, 6], params))
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in own.outputs]
+        assert [c.index for c in output.outputs] == [0, 1, 2]
+
+    run(main())
+
+
+def test_a_shutdown_ends_every_stream_in_words_and_later_ones_at_the_door(make):
+    llm = make()
+
+    async def main():
+        tasks = [asyncio.create_task(last(llm.generate([5], GREEDY.replace(max_tokens=60)))) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        await asyncio.to_thread(llm.shutdown)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, MinillmError)
+            assert "shut down" in str(result)
+        with pytest.raises(MinillmError, match="has ended"):
+            await last(llm.generate([5], GREEDY))
+
+    run(main())
+
+
+def test_it_needs_an_engine_that_requests_may_join(folder):
+    with pytest.raises(MinillmError, match="kv_cache='paged'"):
+        AsyncLLM(folder, **(SMALL | {"batching": "static"}))
+    with pytest.raises(MinillmError, match="max_buffered"):
+        AsyncLLM(folder, max_buffered=0, **SMALL)
+
+
+def test_two_loops_in_two_threads_share_the_engine(make, alone):
+    llm = make()
+    results = {}
+
+    def own_loop(i):
+        results[i] = run(last(llm.generate(PROMPTS[i], GREEDY))).outputs[0].token_ids
+
+    threads = [threading.Thread(target=own_loop, args=(i,)) for i in range(len(PROMPTS))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert results == {i: a.token_ids for i, a in enumerate(alone)}
