@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from minillm.attention.backends import make_attention
 from minillm.attention.causal import attend
+from minillm.attention.invariant import PagedInvariant
 from minillm.attention.paged import PagedReference, PagedSDPA
 from minillm.attention.protocol import Batch, Row
 from minillm.attention.triton import TritonAttention
@@ -24,7 +25,12 @@ from minillm.config import ModelConfig
 from minillm.errors import MinillmError
 from minillm.models.transformer import apply_rope, rope_table
 
-PAGED = {"reference": PagedReference, "torch": PagedSDPA, "triton": TritonAttention}
+PAGED = {
+    "reference": PagedReference,
+    "torch": PagedSDPA,
+    "triton": TritonAttention,
+    "invariant": PagedInvariant,
+}
 BLOCK = 16
 TOLERANCE = {"auto": 2e-5, "int8": 2e-2, "fp8": 8e-2}  # of the largest entry; one scale a token and head
 
@@ -143,7 +149,7 @@ def test_a_quantised_cache_is_near_and_no_nearer_than_it_can_be(name, kv_dtype):
 
 @settings(max_examples=25)
 @given(data=st.data())
-@pytest.mark.parametrize("name", ["contiguous", "reference", "torch"])
+@pytest.mark.parametrize("name", ["contiguous", "reference", "torch", "invariant"])
 def test_any_drawn_schedule(name, data):
     config = shape()
     count, blocks = 3, 3
