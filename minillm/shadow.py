@@ -174,7 +174,8 @@ class ShadowCore(EngineCore):
         self.shadow = ShadowRunner(pool)
         self.kv = PagedCache(pool, events=events) if make_cache is None else make_cache(pool, events)
         self.limits = limits or Limits(max_num_seqs=4, max_num_batched_tokens=8)
-        scheduler = make_scheduler(self.kv, policy or FirstCome(), self.limits, events)
+        self.policy = policy or FirstCome()
+        scheduler = make_scheduler(self.kv, self.policy, self.limits, events)
         runner: Any = _Runner(self.shadow)
         make_output: Any = _Output
         super().__init__(scheduler, runner, _Sampler(), make_output, self.kv, events)
