@@ -20,6 +20,7 @@ from minillm.attention.paged import PagedSDPA
 from minillm.attention.protocol import Batch, Row
 from minillm.cache.pool import KVPool
 from minillm.config import ModelConfig
+from minillm.errors import MinillmError
 from minillm.models import invariant
 from minillm.models.invariant import InvariantLinear, InvariantOps, RowByRow, agreeing_sizes, make_invariant
 from minillm.models.linear import Linear
@@ -425,6 +426,16 @@ def test_row_by_row_hides_the_batch_from_a_sampler():
     logits = torch.zeros(3, 5)
     assert Counts().sample(logits, requests(3))[0] == [3, 3, 3]
     assert RowByRow(Counts()).sample(logits, requests(3))[0] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("result", [None, [1], ([1, 2], [None, None]), ([1], [])])
+def test_row_by_row_judges_what_a_sampler_returns(result):
+    class Wrong:
+        def sample(self, logits, requests):
+            return result
+
+    with pytest.raises(MinillmError, match="for one request; got"):
+        RowByRow(Wrong()).sample(torch.zeros(2, 5), requests(2))
 
 
 # The real model -------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.errors import MinillmError
 from minillm.models.linear import Linear
 from minillm.models.transformer import Transformer
 from minillm.quant import FEW_ROWS, LINEARS, QuantLinear
@@ -173,7 +174,14 @@ class RowByRow:
         tokens: list[int] = []
         logprobs: list[dict[int, TokenLogprob] | None] = []
         for row, request in zip(logits, requests, strict=True):
-            token, entry = self.sampler.sample(row[None].clone(), [request])
-            tokens += token
-            logprobs += entry
+            result = self.sampler.sample(row[None].clone(), [request])
+            try:
+                (token,), (entry,) = result
+            except (TypeError, ValueError):
+                raise MinillmError(
+                    "the sampler must return (token ids, logprobs), two lists with one entry each for one request; "
+                    f"got {result!r:.120}"
+                ) from None
+            tokens.append(token)
+            logprobs.append(entry)
         return tokens, logprobs
