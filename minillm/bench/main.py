@@ -59,7 +59,7 @@ ASKED = (
 )  # fmt: skip
 # Options that only some steps have. The others would ignore them, so they refuse them.
 OWNERS = {
-    "model": ("ladder", "single", "throughput", "quality", "quant"),
+    "model": ("ladder", "single", "throughput", "nano", "quality", "quant"),
     "repeats": ("ladder", "single", "throughput", "scheduler", "nano", "quant", "kernels", "launch"),
     "contexts": ("ladder",),
     "peer": ("single", "throughput"),

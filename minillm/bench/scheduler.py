@@ -37,7 +37,7 @@ class Load:
         self.scheduler = Scheduler(self.cache, FirstCome(), Limits(RUNNING, BUDGET))
         self.numbers = itertools.count()
         self.params = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-        for _ in range(RUNNING + waiting):
+        for _ in range(RUNNING + waiting - 1):  # and one comes at the end of each step
             self.arrive()
         self.scheduled = 0
         while len(self.scheduler.running) < RUNNING or any(r.num_new_tokens > 1 for r in self.scheduler.running):
@@ -46,7 +46,7 @@ class Load:
     def arrive(self) -> None:
         n = next(self.numbers)
         tokens = [n & 1023, n >> 10, *range(2, PROMPT)]
-        self.scheduler.add(Request(str(n), tokens, self.params, seed=0, max_tokens=NEW, arrival=float(n)))
+        self.scheduler.add(Request(str(n), tokens, self.params, seed=0, max_tokens=NEW, times={"arrival": float(n)}))
 
     def work(self) -> float:
         """Schedule a step, and afterwards move every request on. Returns the seconds of `schedule` alone."""

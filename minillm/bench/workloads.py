@@ -82,6 +82,8 @@ def nano(requests: int = 256, seed: int = 0) -> Workload:
     Its order of draws: for each prompt its length, then its ids; after all prompts the output lengths. All 256 with
     seed 0 have 142,827 tokens in and 133,966 out. Fewer requests are the first of those, not other ones.
     """
+    if not 1 <= requests <= 256:
+        raise MinillmError(f"--requests of nano must be from 1 to 256, got {requests}")
     rng = random.Random(seed)
     prompts = [[rng.randint(0, 10_000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
     new_tokens = [rng.randint(100, 1024) for _ in range(256)]
