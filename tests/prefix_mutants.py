@@ -306,7 +306,7 @@ class UnlocksHalf(RadixPrefixCache):
             super().unlock([id])
 
 
-class KnownIsZero(RadixPrefixCache):
+class CountsTheKnownTwice(RadixPrefixCache):
     """Starts behind the known blocks, but counts them once more."""
 
     def _walk(self, tokens, namespace, at):
@@ -323,5 +323,5 @@ class LeavesTheRoot(RadixPrefixCache):
 
 INSIDE = [
     ExtendsAcrossReaders, CountsAllBlocks, CountsNoPins, ShieldsNothing, NamesOnlyTheBlock, NamesNobody,
-    NamesNothingPublic, ForgetsLocksOnClear, PeeksWithATouch, UnlocksHalf, KnownIsZero, LeavesTheRoot,
+    NamesNothingPublic, ForgetsLocksOnClear, PeeksWithATouch, UnlocksHalf, CountsTheKnownTwice, LeavesTheRoot,
 ]  # fmt: skip

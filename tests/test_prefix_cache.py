@@ -236,11 +236,19 @@ def test_the_suite_notices_a_mistake(wrong):
 SEEN = [*INSIDE, EverybodysTenant, LocksOnce, NoFloors, OldPlaceInTheQueue, StaysInTheOldRun, TrustsTheHash]
 
 
+def play(kind, examples):
+    case = type("Played", (Prefixes,), {"kinds": [kind]}).TestCase
+    case.settings = settings(
+        max_examples=examples, stateful_step_count=40, database=None, derandomize=True, phases=[Phase.generate]
+    )
+    case("runTest").runTest()
+
+
 @pytest.mark.parametrize("wrong", SEEN, ids=lambda kind: kind.__name__)
 def test_the_state_machine_notices_a_mistake(wrong):
-    case = type("Wrong", (Prefixes,), {"kinds": [wrong]}).TestCase
-    case.settings = settings(
-        max_examples=300, stateful_step_count=40, database=None, derandomize=True, phases=[Phase.generate]
-    )
     with pytest.raises(Exception):  # noqa: B017 a broken tree fails in many ways
-        case("runTest").runTest()
+        play(wrong, 300)
+
+
+def test_the_state_machine_notices_nothing_else():
+    play(RadixPrefixCache, 20)

@@ -10,8 +10,9 @@ need not hold its parents: where a twin of the parent came first, the cache kept
 Floors. A tenant with a floor of n keeps n blocks whatever the others do. Public blocks belong to nobody.
 
 Counting, not searching. Pins are counted on the way up, and stop at the first block that was pinned already. A block
-with neither pins nor children is in a queue: one for each tenant with a floor, one for all the others. So for a request
-of b blocks lock and unlock cost O(b + log n), an evicted block O(log n + floors), and `evictable` O(floors).
+with neither pins nor children is in a queue: one for each tenant with a floor, one for all the others. So, with n blocks
+in the cache, lock and unlock of a request's b blocks cost O(b + log n), an evicted block O(log n + floors), amortised,
+and `evictable` O(floors).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class EvictionQueue:
         try:
             heapq.heappush(self._heap, (self.policy.key(block), block.last_used, ticket, block))
         except TypeError as error:
-            raise MinillmError(f"parts: the keys of {self.policy!r:.80} cannot be compared: {error}") from None
+            raise MinillmError(f"parts: the keys of {type(self.policy).__name__} cannot be compared: {error}") from None
         block.ticket = ticket
         self._live += 1
 
