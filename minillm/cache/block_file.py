@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from minillm.cache.pool import BlockLayout
@@ -68,6 +67,8 @@ def names_of(namespace_key: bytes, packed: bytes, ends: Iterable[int]) -> Iterat
 
 def encode(namespace_key: bytes, packed: bytes, payload: Payload) -> bytes:
     """The content of a block's file."""
+    from safetensors.torch import save  # a bare GPU machine has no safetensors, and needs none without a disk tier
+
     held = {str(i): t for i, t in enumerate(payload)}
     checksum = torch.tensor([_checksum(namespace_key, packed, payload)])
     return save(held | {"namespace": _tensor(namespace_key), "prefix": _tensor(packed), "checksum": checksum})
@@ -75,6 +76,8 @@ def encode(namespace_key: bytes, packed: bytes, payload: Payload) -> bytes:
 
 def decode(content: bytes, namespace_key: bytes, packed: bytes, layout: BlockLayout | None) -> Payload:
     """The block's tensors, or UnusableError: whatever the bytes are, nothing else is raised."""
+    from safetensors.torch import load
+
     try:
         held = load(content)
         found, prefix = _bytes(held.pop("namespace")).tobytes(), _bytes(held.pop("prefix")).tobytes()
