@@ -10,9 +10,9 @@ need not hold its parents: where a twin of the parent came first, the cache kept
 Floors. A tenant with a floor of n keeps n blocks whatever the others do. Public blocks belong to nobody.
 
 Counting, not searching. Pins are counted on the way up, and stop at the first block that was pinned already. A block
-with neither pins nor children is in a queue: one for each tenant with a floor, one for all the others. So, with n blocks
-in the cache, lock and unlock of a request's b blocks cost O(b + log n), an evicted block O(log n + floors), amortised,
-and `evictable` O(floors).
+with neither pins nor children is in a queue: one for each tenant with a floor, one for all the others. So, of n blocks,
+lock and unlock of a request's b blocks cost O(b + log n), an evicted block O(log n + floors), amortised, and
+`evictable` O(floors).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockTree:
         self.floors = {tenant: floor for tenant, floor in (floors or {}).items() if _floor(tenant, floor)}
         self.policy = policy or LRU()
         self.on_evict = on_evict
-        self._locks: Counter[int] = Counter()
+        self._locks: dict[int, int] = {}
         self._time = 0
         self._reset()
 
@@ -62,8 +62,9 @@ class BlockTree:
     def lock(self, ids: Iterable[int]) -> None:
         """A request holds these blocks: neither they nor any above them may leave. Counted, for ids cached or not."""
         for id in ids:
-            self._locks[id] += 1
-            if self._locks[id] == 1 and id in self._blocks:
+            times = self._locks.get(id, 0)
+            self._locks[id] = times + 1
+            if not times and id in self._blocks:
                 self._pin(self._blocks[id])
 
     def unlock(self, ids: Iterable[int]) -> None:
@@ -79,37 +80,41 @@ class BlockTree:
                 if id in self._blocks:
                     self._unpin(self._blocks[id])
 
-    def _pin(self, block: CachedBlock) -> None:
-        for b in block.chain():
-            b.pins += 1
-            if b.pins > 1:  # the blocks above are pinned for it already
+    def _pin(self, block: CachedBlock | None) -> None:
+        while block is not None:
+            block.pins += 1
+            if block.pins > 1:  # the blocks above are pinned for it already
                 return
-            self._count_loose(b, -(not b.shields))
-            self._queue(b).drop(b)
+            self._count_loose(block, -(not block.shields))
+            self._queue(block).drop(block)
+            block = block.parent
 
-    def _unpin(self, block: CachedBlock) -> None:
-        for b in block.chain():
-            b.pins -= 1
-            if b.pins:
+    def _unpin(self, block: CachedBlock | None) -> None:
+        while block is not None:
+            block.pins -= 1
+            if block.pins:
                 return
-            self._count_loose(b, not b.shields)
-            if not b.children:
-                self._queue(b).put(b)
+            self._count_loose(block, not block.shields)
+            if not block.children:
+                self._queue(block).put(block)
+            block = block.parent
 
-    def _shield(self, block: CachedBlock) -> None:
+    def _shield(self, block: CachedBlock | None) -> None:
         """A public block has a child that may have to stay."""
-        for b in block.chain():
-            b.shields += 1
-            if b.shields > 1:
+        while block is not None:
+            block.shields += 1
+            if block.shields > 1:
                 return
-            self._count_loose(b, -(not b.pins))
+            self._count_loose(block, -(not block.pins))
+            block = block.parent
 
-    def _unshield(self, block: CachedBlock) -> None:
-        for b in block.chain():
-            b.shields -= 1
-            if b.shields:
+    def _unshield(self, block: CachedBlock | None) -> None:
+        while block is not None:
+            block.shields -= 1
+            if block.shields:
                 return
-            self._count_loose(b, not b.pins)
+            self._count_loose(block, not block.pins)
+            block = block.parent
 
     def _count_loose(self, block: CachedBlock, by: int) -> None:
         self._loose[block.scope] += by

@@ -82,19 +82,21 @@ class PrefixBase(BlockTree):
         known: so many leading ids the caller has inserted or matched before and holds since. They are not compared
         again, so that a block more costs O(1) and not O(context).
         """
-        ids = [operator.index(i) for i in ids]
         self._judge(tokens, ids, known)
         start = next((self._blocks[ids[i]] for i in range(known - 1, -1, -1) if ids[i] in self._blocks), None)
         if start is not None:
             self._judge_start(start, tokens, namespace, ids)
         first = start.depth if start else 0
+        rest = [operator.index(i) for i in ids[first:]]
+        if len(set(rest)) != len(rest) or min(rest, default=1) < 1:
+            raise MinillmError(f"insert takes different block ids, 1 or more, got {rest!r:.80}")
         path = self._walk(tokens, namespace, start)
-        for i, id in enumerate(ids[first:]):
+        for i, id in enumerate(rest):
             if id in self._blocks and (i >= len(path) or path[i].id != id):
                 raise MinillmError(f"block {id} is in the cache already, for other tokens; nothing was inserted")
         self._time += 1
         block = path[-1] if path else start
-        new = ids[first + len(path) :]
+        new = rest[len(path) :]
         for i, id in enumerate(new, first + len(path)):
             content = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
             scope = namespace.scope(i, self.block_size)
@@ -106,21 +108,19 @@ class PrefixBase(BlockTree):
         self.stats.inserted += len(new)
         return new
 
-    def _judge(self, tokens: Sequence[int], ids: list[int], known: int) -> None:
+    def _judge(self, tokens: Sequence[int], ids: Sequence[int], known: int) -> None:
         if len(tokens) != len(ids) * self.block_size:
             raise MinillmError(
                 f"insert takes whole blocks: {len(ids)} ids of {self.block_size} tokens each stand for "
                 f"{len(ids) * self.block_size} tokens, got {len(tokens)}"
             )
-        if len(set(ids)) != len(ids) or min(ids, default=1) < 1:
-            raise MinillmError(f"insert takes different block ids, 1 or more, got {ids!r:.80}")
         if not 0 <= known <= len(ids):
             raise MinillmError(f"known is how many of the {len(ids)} ids are known already, got {known!r}")
 
-    def _judge_start(self, start: CachedBlock, tokens: Sequence[int], namespace: Namespace, ids: list[int]) -> None:
+    def _judge_start(self, start: CachedBlock, tokens: Sequence[int], namespace: Namespace, ids: Sequence[int]) -> None:
         """As much of a wrong `known` as can be seen without comparing the whole prefix."""
         end = start.depth * self.block_size
-        there = ids[start.depth - 1 : start.depth] == [start.id]
+        there = start.depth <= len(ids) and ids[start.depth - 1] == start.id
         same = tuple(tokens[end - self.block_size : end]) == start.tokens and start.model == namespace.model
         if not there or not same or start.scope != namespace.scope(start.depth - 1, self.block_size):
             raise MinillmError(
