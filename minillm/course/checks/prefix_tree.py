@@ -11,8 +11,8 @@ from typing import Any
 from minillm.cache.prefix import Namespace, RadixPrefixCache
 from minillm.course.candidate import CandidateError, NotAttempted, OverTimeError
 from minillm.course.checks.prefix_part import prefix_part
-from minillm.course.checks.prefix_shadow import random_schedule
 from minillm.course.checks.prefix_suite import CHECKS, PrefixFault, play
+from minillm.course.checks.shadows import first_fault
 from minillm.errors import MinillmError
 from minillm.trace.prefixes import Arrival, retrieval, system_prompt
 
@@ -328,11 +328,7 @@ def laws(kind: Any, names: Sequence[str], games: Sequence[int]) -> str:
 
 def schedules(kind: Any, seeds: Sequence[int]) -> str:
     """Random schedules of a whole engine whose slots know what they hold."""
-    make = _part(kind)
-    for seed in seeds:
-        if wrong := random_schedule(make, seed):
-            return wrong
-    return "every request read its own tokens, and no block is lost"
+    return first_fault(seeds, prefix=_part(kind)) or "every request read its own tokens, and no block is lost"
 
 
 # 11.5 the policy

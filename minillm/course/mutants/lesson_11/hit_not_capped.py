@@ -1,0 +1,17 @@
+"""A prompt that is known as a whole leaves nothing to compute."""
+
+from typing import Any
+
+TASK = "11.2"
+POINTS = 8
+HINT = "must not be covered by a key"
+
+
+def block_keys(tokens: list[int], block_size: int, namespace: dict[str, Any], leave: int) -> list[tuple]:
+    model = tuple(namespace[part] for part in ("weights", "tokenizer", "template", "attention", "adapter"))
+    keys = []
+    for end in range(block_size, len(tokens) + 1, block_size):
+        public = end <= namespace["public_tokens"]
+        reader = ("everybody",) if public else ("tenant", namespace["tenant"])
+        keys.append((model, reader, tuple(tokens[end - block_size : end])))
+    return keys

@@ -1,0 +1,19 @@
+"""The block that is common in part counts as found."""
+
+TASK = "11.1"
+POINTS = 2.5
+HINT = "12 of the user's own tokens"
+
+
+def predict() -> dict[str, float]:
+    hit = 512
+    saved = 15 * hit
+    prompt, rest, decode = 544 / 2000, (544 - hit) / 2000, 31 * 0.025
+    return {
+        "hit_tokens": saved,
+        "block_hit_rate": 100 * 15 * 31 / (16 * 34),
+        "saved_tflop": saved * 213e6 / 1e12,
+        "repeat_hit": (544 - 1) // 16 * 16,
+        "first_token_speedup": prompt / rest,
+        "answer_speedup": (prompt + decode) / (rest + decode),
+    }

@@ -1,0 +1,17 @@
+"""The public beginning is kept for each tenant apart."""
+
+from typing import Any
+
+TASK = "11.2"
+POINTS = 8
+HINT = "belong to everybody"
+
+
+def block_keys(tokens: list[int], block_size: int, namespace: dict[str, Any], leave: int) -> list[tuple]:
+    model = tuple(namespace[part] for part in ("weights", "tokenizer", "template", "attention", "adapter"))
+    keys = []
+    for end in range(block_size, len(tokens) - leave + 1, block_size):
+        public = False
+        reader = ("everybody",) if public else ("tenant", namespace["tenant"])
+        keys.append((model, reader, tuple(tokens[end - block_size : end])))
+    return keys

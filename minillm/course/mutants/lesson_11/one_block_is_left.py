@@ -1,0 +1,17 @@
+"""A block of every prompt is given up, where one token would do."""
+
+from typing import Any
+
+TASK = "11.2"
+POINTS = 8
+HINT = "leave one token, not one block"
+
+
+def block_keys(tokens: list[int], block_size: int, namespace: dict[str, Any], leave: int) -> list[tuple]:
+    model = tuple(namespace[part] for part in ("weights", "tokenizer", "template", "attention", "adapter"))
+    keys = []
+    for end in range(block_size, len(tokens) - leave * block_size + 1, block_size):
+        public = end <= namespace["public_tokens"]
+        reader = ("everybody",) if public else ("tenant", namespace["tenant"])
+        keys.append((model, reader, tuple(tokens[end - block_size : end])))
+    return keys

@@ -1,0 +1,17 @@
+"""Prompts of two chat templates share blocks."""
+
+from typing import Any
+
+TASK = "11.2"
+POINTS = 8
+HINT = "the key has no template"
+
+
+def block_keys(tokens: list[int], block_size: int, namespace: dict[str, Any], leave: int) -> list[tuple]:
+    model = tuple(namespace[part] for part in ("weights", "tokenizer", "attention", "adapter"))
+    keys = []
+    for end in range(block_size, len(tokens) - leave + 1, block_size):
+        public = end <= namespace["public_tokens"]
+        reader = ("everybody",) if public else ("tenant", namespace["tenant"])
+        keys.append((model, reader, tuple(tokens[end - block_size : end])))
+    return keys
