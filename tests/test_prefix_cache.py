@@ -7,6 +7,8 @@ mistake of prefix_mutants.py is shown to be noticed.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -38,6 +40,59 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_prefix_cache_conforms(kind, check):
     assert faults(kind, [check]) == {}
+
+
+class Naive(PrefixModel):
+    """What a learner might write: no tree, no queue, five methods. Nothing else may be asked of it."""
+
+    def insert(self, tokens, namespace, ids):
+        paths = self.paths(tokens, namespace)
+        homes = {kept.id: path for path, kept in self.kept.items()}
+        if len(tokens) != self.block_size * len(ids) or any(
+            homes.get(id, path) != path for path, id in zip(paths, ids)
+        ):
+            raise ValueError("not whole blocks, or an id of another block")
+        return super().insert(tokens, namespace, ids)
+
+    def unlock(self, ids):
+        if any(self.locks[id] < 1 for id in ids):
+            raise ValueError("not locked")
+        super().unlock(ids)
+
+    def evict(self, n, tenant=None):
+        if n < 0:
+            raise ValueError("negative")
+        return super().evict(n, tenant)
+
+
+class Halfway:
+    """One that is not written yet."""
+
+    def __init__(self, block_size, floors):
+        pass
+
+    def match(self, tokens, namespace):
+        raise NotImplementedError
+
+
+def test_the_suite_asks_for_five_methods_and_answers_in_words():
+    def make(block_size, floors):
+        cache = Naive(block_size, floors)
+        return SimpleNamespace(
+            **{name: getattr(cache, name) for name in ("match", "insert", "lock", "unlock", "evict")}
+        )
+
+    assert faults(make) == {}
+    found = faults(Halfway)
+    assert set(found) == set(CHECKS)
+    assert found["whole blocks"] == "raised NotImplementedError: "
+    assert found["locks"] == "raised AttributeError: 'Halfway' object has no attribute 'insert'"
+
+    class Empty(Naive):
+        def match(self, tokens, namespace):
+            return [], 0
+
+    assert faults(Empty, ["whole blocks"]) == {"whole blocks": "the same tokens: expected ([5, 3, 9], 12), got ([], 0)"}
 
 
 # Against the model
