@@ -189,7 +189,9 @@ class EngineCore:
                 raise MinillmError(
                     f"parts: the scheduler gave request {r.request_id} {n!r} tokens; it is behind by {r.num_new_tokens}"
                 )
-            if self.cache is not None and len(r.block_ids) < (need := self.cache.blocks_for(r.num_computed_tokens + n)):
+            if self.cache is None or self.cache.promised:  # a static group takes what it was promised as it goes
+                continue
+            if len(r.block_ids) < (need := self.cache.blocks_for(r.num_computed_tokens + n)):
                 raise MinillmError(
                     f"parts: the scheduler gave request {r.request_id} {len(r.block_ids)} blocks; its step needs {need}"
                 )
