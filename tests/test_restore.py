@@ -116,6 +116,18 @@ def test_tokens_that_are_computed_anyway_count_on_both_sides():
     assert m.restoring(["host"] * 256, tail=1)[0] == 256, "of many tokens the arithmetic is the limit"
 
 
+def test_a_block_that_leaves_is_judged_as_one_of_a_run():
+    """Alone it would never return to a GPU, as above; and blocks come back in runs."""
+    m = RestoreModel(LLAMA, H200, dtype="bfloat16", block_size=16, block_bytes=131072 * 16, chunk=512)
+    assert m.restoring(["host"], context_before=64, tail=1)[0] == 0
+    assert m.worth_keeping("host", context_before=64)
+    for _ in range(9):
+        m.observe_copy("host", 1, 0.1, write=False)
+    assert not m.worth_keeping("host", context_before=64)
+    assert not m.worth_keeping("disk", context_before=64), "this GPU computes faster than a drive reads"
+    assert model().worth_keeping("disk", context_before=64)
+
+
 def test_a_run_is_restored_up_to_the_tier_that_is_too_slow():
     m = model()
     for _ in range(9):

@@ -206,6 +206,14 @@ class RestoreModel:
             _, _, read, rest = min(options[1:], default=options[0])
         return count, cheaper(whole, read_s=read, tail_s=rest)
 
+    def worth_keeping(self, tier: str = "host", *, context_before: int = 0) -> bool:
+        """Whether a block that leaves the pool after such a context should go to a tier.
+
+        It will come back in a run, so it is judged as one of a chunk's blocks. Whether anybody will ask is not known.
+        """
+        start = context_before - context_before % self.chunk  # few different ones, whose steps are then known
+        return self.restoring([tier] * max(1, self.chunk // self.block_size), context_before=start)[0] > 0
+
     def observe_prefill(self, tokens: int, seconds: float, context_before: int = 0) -> None:
         """A step computed so many tokens of one request. Times that are not above 0 are left out, here and below."""
         if tokens:
