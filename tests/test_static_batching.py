@@ -1,6 +1,10 @@
 """Static groups over pages (lesson 09): the same tokens as continuous batching, in more steps."""
 
+import shutil
+
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from minillm import LLM, SamplingParams
 
@@ -9,9 +13,11 @@ LENGTHS = [3, 20, 2, 9]
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_folder):
+def engines(tiny_folder, tmp_path_factory):
     small = {"num_kv_blocks": 12, "max_model_len": 64, "dtype": "float32", "max_num_seqs": 2}
-    folder = tiny_folder("llama")
+    folder = tmp_path_factory.mktemp("static") / "model"
+    shutil.copytree(tiny_folder("llama"), folder)
+    Backend(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return {batching: LLM(folder, batching=batching, **small) for batching in ("static", "continuous")}
 
 
