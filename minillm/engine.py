@@ -230,17 +230,15 @@ class Engine:
         """
         core = self.core or self._new_core()
         inbox: deque[list[Delta]] = deque()
-        left = set(requests)
         try:
             for r in requests:
                 core.add(r)
                 self._inboxes[r] = inbox
-            while left:
-                if not inbox:
+            while inbox or not all(r.finished for r in requests):
+                if not inbox:  # another run's steps may have filled it
                     self._step(core)
                     continue
                 step = inbox.popleft()
-                left.difference_update(r for r, _ in step if r.finished)
                 for r, _ in step:
                     if r in core.failures:
                         raise core.failures.pop(r)

@@ -307,3 +307,12 @@ def test_links_are_followed_unless_they_go_round(folder, tmp_path, tiny):
     (tmp_path / "round").symlink_to(tmp_path / "round")
     with pytest.raises(MinillmError, match="model"):
         LLM(tmp_path / "round")
+
+
+def test_streams_of_one_engine_lose_no_text_however_far_their_readers_lag(small):
+    """A step of one stream moves the others along: what they got waits for their readers."""
+    llm = LLM(small, dtype="float32")
+    alone = ["".join(llm.stream(p, GREEDY)) for p in ([5], [6, 7])]
+    fast, slow = (llm.stream(p, GREEDY) for p in ([5], [6, 7]))
+    first = next(slow)
+    assert ["".join(fast), first + "".join(slow)] == alone

@@ -159,7 +159,10 @@ def test_an_abandoned_stream_frees_its_blocks_at_every_step(paged_llm):
 
 
 @pytest.mark.model
-def test_streams_that_do_not_fit_together_take_turns_and_write_what_they_would_alone(paged_llm):
+def test_streams_that_do_not_fit_together_take_turns(paged_llm):
+    """Preempted and computed again, in other company, a token may fall to the other side of a tie in the last bit: after
+    a while the texts may differ. In the batch-invariant mode they do not (test_batch_invariant.py).
+    """
     cache = paged_llm.engine.cache
     long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)  # 16 of the 24 blocks
     prompts = ["Once upon a time", "1, 2, 3,"]
@@ -168,7 +171,8 @@ def test_streams_that_do_not_fit_together_take_turns_and_write_what_they_would_a
     streams, texts = [paged_llm.stream(p, long) for p in prompts], ["", ""]
     for pair in itertools.zip_longest(*streams, fillvalue=""):
         texts = [t + piece for t, piece in zip(texts, pair, strict=True)]
-    assert texts == alone
+    assert [t[:60] for t in texts] == [t[:60] for t in alone]
+    assert [e.data["output_tokens"] for e in paged_llm.engine.events.of("finished")] == [250, 250]
     assert paged_llm.engine.events.of("preempted")
     assert idle(cache)
 
@@ -235,8 +239,8 @@ def test_own_parts_are_called(embedded_folder, paged_llm):
         ({"kv_cache": "paged", "kv_cache_dtype": "int4"}, "kv_cache_dtype 'int4' is not known"),
         ({"kv_cache": "paged", "num_kv_blocks": 0}, "num_kv_blocks must be a positive whole number"),
         ({"kv_cache": "paged", "enforce_eager": "yes"}, "enforce_eager must be True or False"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype belongs to kv_cache='paged'"),
-        ({"block_size": 32}, "block_size belongs to kv_cache='paged'"),
+        ({"kv_cache": "contiguous", "kv_cache_dtype": "int8"}, "kv_cache_dtype belongs to kv_cache='paged'"),
+        ({"kv_cache": "contiguous", "block_size": 32}, "block_size belongs to kv_cache='paged'"),
         ({"kv_cache": "none", "attention_backend": "torch"}, "with 'none' it would be ignored"),
         ({"quantization": "int3"}, "quantization 'int3' is not known"),
     ],
