@@ -100,7 +100,9 @@ def test_only_what_is_not_in_the_tier_already_is_written():
     whole, half, none = (m.preemption(8, stored=s).terms for s in (0, 4, 8))
     assert none["write"] == 0
     assert half["write"] == pytest.approx(whole["write"] / 2)
-    assert whole["read"] == half["read"] == none["read"] > 0
+    assert whole["read"] == half["read"] == none["read"]
+    # A copy moves its bytes twice through a CPU's memory: half of the 30 GB/s at which that memory copies.
+    assert whole["read"] == pytest.approx(8 * BLOCK / 15e9 + 8 * restore.HOST_LATENCY)
     count, choice = m.restoring(["host"] * 8)
     assert (count, choice.how) == (8, "swap")
     assert choice.terms["write"] == 0
