@@ -160,8 +160,8 @@ def test_an_abandoned_stream_frees_its_blocks_at_every_step(paged_llm):
 
 @pytest.mark.model
 def test_streams_that_do_not_fit_together_take_turns(paged_llm):
-    """Preempted and computed again, in other company, a token may fall to the other side of a tie in the last bit: after
-    a while the texts may differ. In the batch-invariant mode they do not (test_batch_invariant.py).
+    """Preempted and computed again, in other company, a token may fall to the other side of a tie in the last bit:
+    after a while the texts may differ. In the batch-invariant mode they do not (test_batch_invariant.py).
     """
     cache = paged_llm.engine.cache
     long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)  # 16 of the 24 blocks
