@@ -57,6 +57,13 @@ class Sequences:
         order = torch.randperm(count * blocks, generator=self.generator).add(1).tolist()
         self.tables = [order[i::count] for i in range(count)]
 
+    def share(self, source: int, tokens: int, targets: range) -> None:
+        """The targets begin with the source's first `tokens`, and with its blocks, as after a prefix hit."""
+        for i in targets:
+            for x in (self.k, self.v):
+                x[i] = [y[:, :tokens].clone() for y in x[source]]
+            self.tables[i][: tokens // BLOCK] = self.tables[source][: tokens // BLOCK]
+
     def random(self, *size: int) -> torch.Tensor:
         return torch.randn(size, generator=self.generator)
 
@@ -116,6 +123,7 @@ SCHEDULES = {
     "a prompt in chunks": [{0: 7}, {0: 9}, {0: 16}, {0: 3}, {0: 1}],
     "chunks mixed with decode": [{0: 20}, {0: 1, 1: 12}, {1: 8, 0: 1, 2: 33}, {2: 1, 0: 1, 1: 1}],
     "one stream": [{0: 30}, {0: 1}, {0: 1}, {0: 1}],
+    "lengths far apart": [{0: 60, 1: 2, 2: 30}, {2: 1, 0: 1, 1: 1}, {1: 1, 0: 1, 2: 1}],
 }
 
 
@@ -128,7 +136,9 @@ def test_any_schedule_equals_textbook_attention(name, schedule):
         assert sequences.step(backend, new) < TOLERANCE["auto"]
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 64), (8, 2, 64), (7, 1, 128), (8, 1, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(2, 2, 64), (8, 2, 64), (7, 1, 128), (8, 1, 64), (9, 3, 64), (4, 4, 128)]
+)
 @pytest.mark.parametrize("name", ["contiguous", *PAGED])
 def test_any_grouping_of_heads(name, heads, kv_heads, head_dim):
     config = shape(heads, kv_heads, head_dim)
@@ -168,13 +178,72 @@ def test_any_drawn_schedule(name, data):
             assert sequences.step(backend, new) < TOLERANCE["auto"]
 
 
+SHARED = {  # after sequence 0 has computed a prompt of 70 tokens, of which 1, 2 and 3 share whole blocks
+    "all share, one decode step each": (64, [{1: 3, 2: 20, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}, {3: 1, 1: 1, 0: 1, 2: 1}]),
+    "chunks beside them": (64, [{1: 1, 2: 5, 3: 1}, {4: 9, 1: 1, 0: 1}, {0: 1, 4: 1, 1: 1, 2: 2, 3: 1}]),
+    "with strangers": (64, [{4: 40, 1: 2}, {4: 1, 1: 1, 0: 1, 5: 80}, {5: 1, 0: 1, 4: 1, 1: 1}]),
+    "too little to be worth it": (32, [{1: 3, 2: 20, 3: 1}, {0: 1, 1: 1, 2: 1, 3: 1}]),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_sequences_that_share_blocks(name, case, kv_dtype):
+    config = shape(6, 2)
+    sequences, backend = Sequences(config, 6, 7, seed=5), make(name, config, 6, 7, kv_dtype)
+    assert sequences.step(backend, {0: 70}) < TOLERANCE[kv_dtype]
+    tokens, steps = SHARED[case]
+    sequences.share(0, tokens, range(1, 4))
+    for new in steps:
+        assert sequences.step(backend, new) < TOLERANCE[kv_dtype]
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_neighbouring_blocks_are_read_in_place(neighbours):
+    config = shape()
+    sequences, backend = Sequences(config, 1, 4, seed=6), make("torch", config, 1, 4)
+    sequences.tables[0] = [1, 2, 3, 4] if neighbours else [1, 2, 4, 3]
+    for n in (40, 1, 1, 9):
+        plan = backend.plan(Batch.build([Row(0, 40, 1, sequences.tables[0])], [0]))
+        assert (plan.chunks[0].run.views is not None) == neighbours
+        assert sequences.step(backend, {0: n}) < TOLERANCE["auto"]
+
+
 class ReadsAStaleTail(PagedSDPA):
     """The mask forgets that the last block is not full."""
 
     def plan(self, batch):
         plan = super().plan(batch)
-        if plan.mask is not None:
-            plan.mask = torch.zeros_like(plan.mask)
+        for group in plan.groups:
+            group.mask = torch.zeros_like(group.mask)
+        return plan
+
+
+class LeavesTheTailDirty(PagedSDPA):
+    """A block is not cleaned before its first token: 0 times the NaN of an earlier owner."""
+
+    def plan(self, batch):
+        plan = super().plan(batch)
+        plan.begun = None
+        return plan
+
+
+class CleansWrittenBlocks(PagedSDPA):
+    """Every last block is cleaned, not only a new one."""
+
+    def plan(self, batch):
+        plan = super().plan(batch)
+        plan.begun = torch.tensor([row.blocks[(row.context - 1) // BLOCK] for row in batch.rows])
+        return plan
+
+
+class CountsTheSharedPartTwice(PagedSDPA):
+    def plan(self, batch):
+        plan = super().plan(batch)
+        for group in plan.groups:
+            if group.prefix is not None:
+                group.prefix.read = lambda layer, read=group.prefix.read: tuple(torch.cat((x, x)) for x in read(layer))
         return plan
 
 
@@ -189,24 +258,28 @@ class ForgetsTheTable(PagedReference):
 
 
 class ForgetsTheScale(PagedSDPA):
-    def read(self, layer, slots):
-        scales, self.pool.k_scale = self.pool.k_scale, torch.ones_like(self.pool.k_scale)
-        try:
-            return super().read(layer, slots)
-        finally:
-            self.pool.k_scale = scales
+    def __init__(self, pool):
+        super().__init__(pool)
+        self.blocks._scales = [[torch.ones_like(x) for x in layers] for layers in self.blocks._scales]
 
 
 @pytest.mark.parametrize(
     ("wrong", "kv_dtype"),
-    [(ReadsAStaleTail, "auto"), (ForgetsTheTable, "auto"), (ForgetsTheScale, "int8"), (ForgetsTheScale, "fp8")],
-)
+    [
+        (ReadsAStaleTail, "auto"), (LeavesTheTailDirty, "auto"), (CleansWrittenBlocks, "auto"),
+        (CountsTheSharedPartTwice, "auto"), (ForgetsTheTable, "auto"), (ForgetsTheScale, "int8"),
+        (ForgetsTheScale, "fp8"),
+    ],
+)  # fmt: skip
 def test_a_wrong_backend_is_noticed(wrong, kv_dtype):
     config = shape()
-    pool = KVPool(config, 8, BLOCK, torch.float32, kv_dtype)
-    sequences, errors = Sequences(config, 2, 4, seed=4), []
+    pool = KVPool(config, 15, BLOCK, torch.float32, kv_dtype)
+    poison(pool)
+    sequences, errors = Sequences(config, 3, 5, seed=4), []
+    errors.append(sequences.step(PagedSDPA(pool) if wrong is LeavesTheTailDirty else wrong(pool), {0: 66, 1: 37}))
+    sequences.share(0, 64, range(2, 3))
     try:
-        for new in ({0: 20, 1: 37}, {0: 1, 1: 1}):
+        for new in ({2: 1}, {0: 1, 1: 1, 2: 1}):
             errors.append(sequences.step(wrong(pool), new))
     except IndexError:
         return

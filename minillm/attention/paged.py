@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache in plain torch: two backends that gather the tokens first. Lesson 06 builds it.
+"""Attention over a paged KV cache in plain torch: two backends that gather first. Lesson 06 builds it.
 
-`PagedReference` attends each sequence the textbook way in fp32: the oracle. `PagedSDPA` gives the gathered tokens to
-torch's fused kernel: the fast path of a CPU. `attention/triton.py` is the third, and does not gather at all.
+`PagedReference` gathers tokens and attends each sequence the textbook way in fp32: the oracle. `PagedSDPA` gathers
+blocks for torch's fused kernel: the fast path of a CPU. `attention/triton.py` is the third, and does not gather at all.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention.causal import attend, attend_sdpa
+from minillm.attention.causal import attend
+from minillm.attention.paged_step import Blocks, Step, as_bytes
 from minillm.attention.protocol import Batch, Row
 from minillm.cache.pool import KVPool, dequantize_kv, quantize_kv
 
@@ -57,8 +57,6 @@ class GatherPlan:
     new_slots: Tensor
     parts: list[slice]  # which of the step's tokens are a sequence's own
     contexts: list[Tensor]  # [T] slots of each sequence, in order
-    decode: Tensor | None = None  # [B, T] the same, padded with slot 0, when each of several rows has one new token
-    mask: Tensor | None = None  # [B, 1, 1, T] added to the scores
 
 
 class PagedAttention:
@@ -74,15 +72,7 @@ class PagedAttention:
         table = slots(block_table(batch.rows, device), self.pool.block_size)  # [rows, T]: the slot of each token
         contexts = [table[i, : row.context] for i, row in enumerate(batch.rows)]
         new = torch.cat([own[row.start :] for own, row in zip(contexts, batch.rows, strict=True)])
-        plan = GatherPlan(new, batch.slices, contexts)
-        if len(batch.rows) > 1 and all(row.num_new == 1 for row in batch.rows):
-            lengths = torch.tensor([row.context for row in batch.rows], device=device)
-            longest = max(row.context for row in batch.rows)
-            hidden = torch.arange(longest, device=device)[None] >= lengths[:, None]
-            plan.decode = table[:, :longest].masked_fill(hidden, 0)  # slot 0 is padding and holds zeros
-            mask = torch.zeros(hidden.shape, dtype=self.pool.dtype, device=device).masked_fill_(hidden, -torch.inf)
-            plan.mask = mask[:, None, None]
-        return plan
+        return GatherPlan(new, batch.slices, contexts)
 
     def write(self, layer: int, k: Tensor, v: Tensor, plan: GatherPlan) -> None:
         write_slots(self.pool, layer, k, v, plan.new_slots)
@@ -111,15 +101,38 @@ class PagedReference(PagedAttention):
 
 
 class PagedSDPA(PagedAttention):
-    """torch's fused attention over gathered tokens. One decode token for each of several rows: one call for all."""
+    """torch's fused attention over gathered blocks, in few calls whatever the step is made of: see `Step`."""
 
-    def forward(self, layer: int, q: Tensor, plan: GatherPlan) -> Tensor:
-        if plan.decode is not None:
-            B, H, d = q.shape
-            k, v = self.read(layer, plan.decode)
-            K = k.shape[1]
-            return F.scaled_dot_product_attention(q.reshape(B, K, H // K, d), k, v, attn_mask=plan.mask).reshape(
-                B, H, d
-            )
-        out = [attend_sdpa(q[s], *self.read(layer, t)) for s, t in zip(plan.parts, plan.contexts, strict=True)]
-        return out[0] if len(out) == 1 else torch.cat(out)
+    def __init__(self, pool: KVPool):
+        super().__init__(pool)
+        self.blocks = Blocks(pool)
+        self._slots = [x.flatten(1, 2).unbind(0) for x in (pool.k, pool.v)]  # of each layer, [slots, K, d]
+
+    def plan(self, batch: Batch) -> Step:  # type: ignore[override]
+        for row in batch.rows:
+            check_table(row, self.pool.block_size)
+        return Step(self.blocks, batch)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, plan: Step) -> None:  # type: ignore[override]
+        pool = self.pool
+        if plan.begun is not None:
+            for x in (pool.k, pool.v, pool.k_scale, pool.v_scale):
+                if x is not None:
+                    as_bytes(x)[layer].index_fill_(0, plan.begun, 0)
+        if pool.quantized:
+            write_slots(pool, layer, k, v, plan.new_slots)
+        else:
+            for stored, x in zip(self._slots, (k, v), strict=True):
+                stored[layer].index_copy_(0, plan.new_slots, x)
+        self._new = k, v
+
+    def forward(self, layer: int, q: Tensor, plan: Step) -> Tensor:  # type: ignore[override]
+        k, v = self._new
+        if plan.single:
+            return plan.groups[0].forward(layer, q) if plan.groups else plan.chunks[0].forward(layer, q, k, v)
+        out = q.new_empty(q.shape)
+        for group in plan.groups:
+            out.index_copy_(0, group.tokens, group.forward(layer, q.index_select(0, group.tokens)))
+        for chunk in plan.chunks:
+            out[chunk.tokens] = chunk.forward(layer, q, k, v)
+        return out
