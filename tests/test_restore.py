@@ -165,6 +165,7 @@ def test_no_cut_between_tiers_costs_less(tiers, context, tail, slow):
 
     assert cost(count) == pytest.approx(min(map(cost, cuts)))
     assert choice.recompute_s == pytest.approx(cost(0))
+    assert choice.swap_s == pytest.approx(min(map(cost, cuts[1:])))
     assert choice.how == ("swap" if count else "recompute")
 
 
