@@ -103,6 +103,8 @@ BARE = """
     from minillm.roofline import device, measure
     presets.PRESETS["tiny"] = ModelConfig(vocab_size=128, hidden_size=64, intermediate_size=96, num_layers=2,
         num_heads=4, num_kv_heads=2, head_dim=16, max_position_embeddings=256)
+    presets.PRESETS["small"] = ModelConfig(vocab_size=10001, hidden_size=16, intermediate_size=16, num_layers=1,
+        num_heads=1, num_kv_heads=1, head_dim=16, max_position_embeddings=2048)
     fast = device.DATASHEET["b200"].to_dict() | {"kind": "cpu", "call_overhead": 1e-7}
     measure.measure = lambda where: device.Device(**fast)
     measure.bandwidths = lambda where, megabytes=None, repeats=8: {"read": [8e12]}
@@ -110,19 +112,21 @@ BARE = """
     code = main(["ladder", "--device", "cpu", "--dtype", "float32", "--model", "tiny", "--contexts", "8,16",
                  "--repeats", "1", "--out", sys.argv[1]])
     code += main(["kernels", "--device", "cpu", "--out", sys.argv[1]])
+    code += main(["nano", "--device", "cpu", "--dtype", "float32", "--model", "small", "--requests", "2", "--out",
+                  sys.argv[1]])
     heavy = {m for m in ("tqdm", "gguf", "tokenizers", "safetensors", "matplotlib", "IPython") if m in sys.modules}
     sys.exit(f"imported {heavy}" if heavy else code)
 """
 
 
-def test_the_ladder_needs_only_torch_triton_transformers_and_numpy(tmp_path):
+def test_benches_of_a_bare_machine_need_only_torch_triton_transformers_and_numpy(tmp_path):
     environment = {"MINILLM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(BARE), str(tmp_path)], capture_output=True, text=True, timeout=120,
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for name in ("ladder-cpu.json", "kernels-cpu.json"):
+    for name in ("ladder-cpu.json", "kernels-cpu.json", "nano-cpu.json"):
         saved = json.loads((tmp_path / name).read_text())
         assert record.verify(saved) == []
         assert str(tmp_path) not in json.dumps(saved)  # a record names no path of the machine
@@ -207,18 +211,6 @@ def test_another_model_on_the_other_side_fails_the_check(quick, monkeypatch):
     assert "checks/logits after the first prompt agree with the peer's" in {f.key for f in record.verify(done)}
 
 
-@pytest.mark.model
-def test_throughput_gives_every_request_its_tokens(quick):
-    done = race.run(options(step="throughput", model="smollm2-135m", prompt=8, new=4, requests=3, repeats=1))
-    assert record.verify(done) == []
-    lengths = done["predictions"]["minillm"]["shape"]
-    assert len(lengths["prompts"]) == len(lengths["new_tokens"]) == 3
-    assert len(set(lengths["prompts"])) > 1  # mixed lengths
-    count = done["derived"]["minillm.tokens_per_s"]["count"]
-    assert count == sum(lengths["new_tokens"])
-    assert "account.total" not in done["results"]
-
-
 def test_of_bandwidth_is_bytes_over_time_over_rate():
     entry = {"op": "of_bandwidth", "of": ["decode", "read"]}
     results = {"decode": {"samples": [2.0, 4.0]}, "read": {"samples": [10.0, 20.0]}}
@@ -242,6 +234,14 @@ def test_of_bandwidth_is_bytes_over_time_over_rate():
         ["ladder", "--device", "tpu"],
         ["ladder", "--model", "no-such-model", "--cached-ceilings"],
         ["single", "--peer", "guesswork", "--cached-ceilings"],
+        ["single", "--peer", "vllm=python3", "--cached-ceilings"],
+        ["throughput", "--peer", "guesswork=python3"],
+        ["throughput", "--peer", ","],
+        ["throughput", "--peer", "transformers=python3"],
+        ["throughput", "--workloads", "W9"],
+        ["single", "--workloads", "W1"],
+        ["nano", "--requests", "257", "--device", "cpu"],
+        ["scheduler", "--model", "x"],
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, capsys, quick):

@@ -34,8 +34,10 @@ def gaps(model: Transformer, prompt: Sequence[int], answer: Sequence[int]) -> to
 def worst(model: Transformer, work: Workload, answers: Sequence[Sequence[int]], sample: int = 4) -> tuple[float, float]:
     """(largest gap, share of tokens that are the reference's best) over `sample` requests: longest, shortest, between.
 
-    `work.longest` must fit the model.
+    `work.longest` must fit the model. A token that the vocabulary does not have is infinitely far away.
     """
+    if not all(0 <= t < model.config.vocab_size for answer in answers for t in answer):
+        return float("inf"), 0.0
     by_length = sorted(range(len(answers)), key=lambda i: len(work.prompts[i]) + len(answers[i]))
     spread = {by_length[round(k * (len(by_length) - 1) / max(1, sample - 1))] for k in range(sample)}
     found = torch.cat([gaps(model, work.prompts[i], answers[i]) for i in sorted(spread)])

@@ -47,8 +47,8 @@ def run(options: Options) -> dict[str, Any]:
     """Predict, seal, warm up, measure, check. Returns the record."""
     options.model = options.model or MODEL
     repeats = options.repeats or (1 if options.on_cpu else 3)
-    device = ceilings(options)
     work = workloads.nano(options.requests)
+    device = ceilings(options)
     budget = BUDGET["cpu" if options.on_cpu else "cuda"]
     model, source = load_model(options, work.longest + 1)
     book = recorder(

@@ -1,8 +1,7 @@
-"""Two engines on the same requests, one after the other, the order changing with every repeat.
+"""One stream on two engines, one after the other, the order changing with every repeat: `bench single`.
 
-`single`: one stream, 128 random tokens in, 64 greedy tokens out. `throughput`: requests of mixed lengths in static
-batches on both sides: ours lets a finished sequence leave its batch, the peer computes all to the longest, as
-`generate` does. Whatever disturbs the machine then disturbs both, and the ratio is taken within a repeat.
+128 random tokens in, 64 greedy tokens out. Whatever disturbs the machine disturbs both, and the ratio is taken within a
+repeat. `bench throughput` compares many requests, and more engines.
 """
 
 from __future__ import annotations
@@ -26,48 +25,30 @@ from minillm.bench.ladder import TOLERANCE
 from minillm.models import hub
 from minillm.roofline.evidence import seconds
 
-Requests = list[tuple[list[int], int]]  # (prompt token ids, new tokens)
-
-
-def single_requests(options: Options, vocab_size: int) -> Requests:
-    return [(random_tokens(random.Random(options.seed), options.prompt, vocab_size), options.new)]
-
-
-def mixed_requests(options: Options, vocab_size: int) -> Requests:
-    """Prompts of a quarter to twice `prompt` tokens, outputs of half to twice `new`: 32 to 256 and 32 to 128."""
-    rng = random.Random(options.seed)
-    length = lambda low, high: rng.randint(max(1, low), max(1, high))
-    sizes = [
-        (length(options.prompt // 4, 2 * options.prompt), length(options.new // 2, 2 * options.new))
-        for _ in range(options.requests)
-    ]
-    return [(random_tokens(rng, prompt, vocab_size), new) for prompt, new in sizes]
-
 
 def run(options: Options) -> dict[str, Any]:
-    """Race on one stream or on many. Returns the record."""
+    """Race on one stream. Returns the record."""
     from minillm.llm import LLM
     from minillm.request import SamplingParams
 
-    alone = options.step == "single"
     options.model = options.model or hub.EMBEDDED
     options.peer = options.peer or "transformers"
-    repeats = options.repeats or (7 if alone else 3)
+    repeats = options.repeats or 7
     folder = hub.resolve(options.model)
     device = ceilings(options)
-    llm = LLM(folder, dtype=options.dtype, device=options.device, max_num_seqs=options.requests)
+    room = options.prompt + options.new
+    llm = LLM(folder, dtype=options.dtype, device=options.device, max_num_seqs=1, max_model_len=room)
     config = llm.engine.model.config
-    work = (single_requests if alone else mixed_requests)(options, config.vocab_size)
-    prompts, new = [p for p, _ in work], [n for _, n in work]
+    prompts, new = [random_tokens(random.Random(options.seed), options.prompt, config.vocab_size)], [options.new]
     peer = peers.make(options.peer, folder, options.torch_dtype, options.device)
 
     book = recorder(
-        options, device, weights="checkpoint", repeats=repeats, peer=options.peer, requests=len(work),
-        prompt_tokens=[len(p) for p in prompts], new_tokens=new, batching="static",
+        options, device, weights="checkpoint", repeats=repeats, peer=options.peer, requests=1,
+        prompt_tokens=[len(p) for p in prompts], new_tokens=new,
     )  # fmt: skip
     book.predict("minillm", config, options.dtype, prompts=[len(p) for p in prompts], new_tokens=new)
-    if alone:  # a step's cost is straight in its context: the middle one stands for their mean
-        book.predict("decode", config, options.dtype, rows=[(1, len(prompts[0]) + (new[0] - 2) // 2)])
+    # A step's cost is straight in its context: the middle one stands for their mean.
+    book.predict("decode", config, options.dtype, rows=[(1, len(prompts[0]) + (new[0] - 2) // 2)])
     options.out(f"predictions sealed: sha256 {book.seal()}")
 
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in new]
@@ -97,14 +78,13 @@ def run(options: Options) -> dict[str, Any]:
     book.measured("read", samples["read"], unit="bytes/s", note="streaming reads in the same repeat")
     book.derive("ratio", "ratio", ["peer", "minillm"])
     book.derive("minillm.residual", "residual", ["minillm"])
-    if alone:
-        book.measured("decode", samples["decode"])
-        book.derive("decode.share", "share", ["decode"])
-        book.derive("decode.of_bandwidth", "of_bandwidth", ["decode", "read"])
-        book.derive("decode.residual", "residual", ["decode"])
-        accounts = [account.decode_account(llm, prompts[0], new[0]) for _ in progress(range(repeats), "account")]
-        for term in (*account.TERMS, "total"):
-            book.measured(f"account.{term}", [max(a[term], 1e-9) for a in accounts], note="instrumented decode step")
+    book.measured("decode", samples["decode"])
+    book.derive("decode.share", "share", ["decode"])
+    book.derive("decode.of_bandwidth", "of_bandwidth", ["decode", "read"])
+    book.derive("decode.residual", "residual", ["decode"])
+    accounts = [account.decode_account(llm, prompts[0], new[0]) for _ in progress(range(repeats), "account")]
+    for term in (*account.TERMS, "total"):
+        book.measured(f"account.{term}", [max(a[term], 1e-9) for a in accounts], note="instrumented decode step")
     check(book, llm, peer, prompts, new, outputs, options)
     return book.finish(ceilings_after(options))
 
@@ -147,18 +127,17 @@ def show(record: dict[str, Any]) -> str:
         f"  {setup['peer']:<13} {spread(rate('peer'), '.1f')} tokens/s",
         f"  ratio         {spread(record['derived']['ratio'], '.2f')}",
     ]
-    if "decode" in record["results"]:
-        decode, prediction = record["results"]["decode"], record["predictions"]["decode"]["prediction"]
-        share, read = record["derived"]["decode.of_bandwidth"], record["results"]["read"]["median"] / 1e9
-        lines += [
-            f"  decode step   {seconds(decode['median'])}, predicted {seconds(prediction['expected'])}, "
-            f"at least {seconds(prediction['lower'])}",
-            f"  bandwidth     {share['median']:.0%} (p10 {share['p10']:.0%}, p90 {share['p90']:.0%}) of the "
-            f"{read:.1f} GB/s that plain reads reached beside it",
-            "",
-            f"  {'one decode step':<16}{'time':>10}{'share':>8}   predicted",
-        ]
-        lines += _account_lines(record, prediction)
+    decode, prediction = record["results"]["decode"], record["predictions"]["decode"]["prediction"]
+    share, read = record["derived"]["decode.of_bandwidth"], record["results"]["read"]["median"] / 1e9
+    lines += [
+        f"  decode step   {seconds(decode['median'])}, predicted {seconds(prediction['expected'])}, "
+        f"at least {seconds(prediction['lower'])}",
+        f"  bandwidth     {share['median']:.0%} (p10 {share['p10']:.0%}, p90 {share['p90']:.0%}) of the "
+        f"{read:.1f} GB/s that plain reads reached beside it",
+        "",
+        f"  {'one decode step':<16}{'time':>10}{'share':>8}   predicted",
+    ]
+    lines += _account_lines(record, prediction)
     lines += [f"  check  {'ok  ' if c['passed'] else 'FAIL'}  {c['name']}: {c['detail']}" for c in record["checks"]]
     return "\n".join(lines)
 

@@ -35,7 +35,7 @@ from minillm.roofline.evidence import seconds
 # What differs between minillm's sides; the rest is what a user gets.
 OURS: dict[str, dict[str, Any]] = {
     "minillm": {},
-    "minillm-static": {"batching": "static", "kv_cache": "contiguous"},
+    "minillm-static": {"batching": "static"},
     "minillm-prefix": {"enable_prefix_caching": True},
     "minillm-int4": {"quantization": "int4"},
 }
@@ -109,7 +109,7 @@ def run(options: Options) -> dict[str, Any]:
     longest = max(w.longest for w in shapes.values())
     if longest > config.max_position_embeddings:
         raise MinillmError(f"{options.model} has {config.max_position_embeddings} positions, this needs {longest}")
-    quality = _quality(options) if "W2" in names else {}
+    quality, sha256 = _quality(options) if "W2" in names else ({}, None)
     here = lambda s: bool(quality) if s == "minillm-int4" else s in OURS or s.split("-")[0] in named
     sides = {name: [s for s in SIDES[name] if here(s)] for name in names}
 
@@ -117,6 +117,7 @@ def run(options: Options) -> dict[str, Any]:
     batch = max(1, round(max(w.mean_batch for w in shapes.values())))
     book = recorder(
         options, device, weights="checkpoint", repeats=rounds, peers=list(named), sides=sides, quality=quality,
+        weights_sha256=sha256,
         turns={n: TURNS[n] for n in names}, decode_batch=batch, order="A B C, C B A, ...; fresh tokens in every turn",
         requests={n: len(w.prompts) for n, w in shapes.items()},
         prompt_tokens={n: sum(w.prompt_tokens) for n, w in shapes.items()},
@@ -143,16 +144,17 @@ def run(options: Options) -> dict[str, Any]:
     return book.finish(ceilings_after(options))
 
 
-def _quality(options: Options) -> dict[str, Any]:
-    """What admits the speed of int4 weights (see roofline/gate.py), or nothing; it is said once."""
+def _quality(options: Options) -> tuple[dict[str, Any], str]:
+    """What admits the speed of int4 weights (see roofline/gate.py), or nothing; and the SHA-256 of the weights."""
     from minillm.bench.quality import source_of
     from minillm.roofline.gate import admit
 
+    sha256 = source_of(options)[1]
     try:
-        return {"int4": admit("int4", source_of(options)[1], "cpu" if options.on_cpu else "cuda")}
+        return {"int4": admit("int4", sha256, "cpu" if options.on_cpu else "cuda")}, sha256
     except MinillmError as error:
         options.out(str(error))
-        return {}
+        return {}, sha256
 
 
 def _predict(

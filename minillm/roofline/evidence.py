@@ -178,7 +178,10 @@ def check(folder: Path | None = None) -> list[dict[str, str]]:
             faults.append({"file": f"{name}.json", "key": "", "message": str(error)})
             continue
         found = verify(record)
-        if not found and record["step"] == "quant":  # a speed of quantised weights stands on a quality record
+        if not found and record["step"] in (
+            "quant",
+            "throughput",
+        ):  # a speed of quantised weights stands on a quality record
             from minillm.roofline.gate import faults_of
 
             found = faults_of(record, folder)

@@ -44,20 +44,26 @@ def admit(variant: str, weights_sha256: str, kind: str, folder: Path | None = No
 
 
 def faults_of(record: dict[str, Any], folder: Path | None = None) -> list[Fault]:
-    """What keeps the speeds in a record of `bench quant` from being shown. Records of other steps have none."""
-    if record.get("step") != "quant":
-        return []
+    """What keeps the speeds of quantised weights in a record from being shown. Records of other steps have none."""
     setup = record["setup"]
-    claims = [k.removeprefix("decode.") for k in record["results"] if k.startswith("decode.")]
     faults = []
-    for variant in claims:
-        if variant == setup["dtype"]:
-            continue
+    for variant, key in _claims(record).items():
         try:
             today = admit(variant, setup["weights_sha256"], record["device"]["kind"], folder)
         except MinillmError as error:
-            faults.append(Fault(f"results/decode.{variant}", str(error)))
+            faults.append(Fault(f"results/{key}", str(error)))
             continue
         if setup["quality"].get(variant) != today:
             faults.append(Fault(f"setup/quality/{variant}", f"is not what {today['record']} says today: measure again"))
     return faults
+
+
+def _claims(record: dict[str, Any]) -> dict[str, str]:
+    """Quantised weights whose speed a record of `bench quant` or `bench throughput` gives, and where."""
+    keys = list(record["results"])
+    if record.get("step") == "quant":
+        found = {k.removeprefix("decode."): k for k in keys if k.startswith("decode.")}
+        return {variant: key for variant, key in found.items() if variant != record["setup"]["dtype"]}
+    if record.get("step") == "throughput":
+        return {k.rpartition("-")[2]: k for k in keys if k.endswith((".minillm-int4", ".minillm-int8"))}
+    return {}
