@@ -210,13 +210,14 @@ def test_a_wrong_scale_of_the_cache_fails_the_report(tiny, monkeypatch, scales):
 
 
 def test_a_wrong_paged_cache_fails_the_report(tiny, monkeypatch):
-    from minillm.attention import paged
+    from minillm.attention.paged import PagedSDPA
 
-    def one_late(pool, layer, k, v, slots):
-        real(pool, layer, k.roll(1, 0), v, slots)
+    def one_late(self, layer, k, v, plan):
+        write(self, layer, k.roll(1, 0), v, plan)
+        self._new = k, v  # it is the pool that is wrong, and not what is at hand
 
-    real = paged.write_slots
-    monkeypatch.setattr(paged, "write_slots", one_late)
+    write = PagedSDPA.write
+    monkeypatch.setattr(PagedSDPA, "write", one_late)
     assert "checks/a paged cache that is not quantised changes nothing" in {f.key for f in record.verify(judge(tiny))}
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from minillm.attention.backends import make_attention
@@ -77,8 +78,13 @@ class PagedSide:
 
     def logits(self, tokens: list[int], begin: int = 0) -> Tensor:
         blocks = range(1, 1 + -(-len(tokens) // BLOCK_SIZE))
-        batch = Batch.build([Row(0, 0, len(tokens), blocks)], tokens, self.model.device)
-        return self.model.logits(self.model.forward(batch, self.attention)[begin:]).float()
+        # The first token on its own: a prompt computed at once has its keys at hand, and would not read the pool.
+        parts = [Row(0, 0, 1, blocks)] + [Row(0, 1, len(tokens) - 1, blocks)] * (len(tokens) > 1)
+        hidden = []
+        for row in parts:
+            batch = Batch.build([row], tokens[row.start : row.context], self.model.device)
+            hidden.append(self.model.forward(batch, self.attention))
+        return self.model.logits(torch.cat(hidden)[begin:]).float()
 
     def generate(self, prompt: list[int], count: int) -> list[int]:
         cache = PagedCache(self.pool, BlockAllocator)
