@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minillm.errors import MinillmError
 from minillm.models.linear import Linear
-from minillm.models.transformer import Transformer
+from minillm.models.transformer import Transformer, apply_rope
 from minillm.quant import FEW_ROWS, LINEARS, QuantLinear
 from minillm.request import Request, TokenLogprob
 
@@ -64,7 +64,7 @@ def total(x: Tensor) -> Tensor:
     return x
 
 
-class InvariantOps:
+class InvariantOps(TorchOps):
     """`TorchOps` from exactly rounded operations. A row's result does not depend on the others by construction."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -80,6 +80,12 @@ class InvariantOps:
         gate, up = gate_up.chunk(2, dim=-1)
         h = gate.float()
         return (h / (exp(-h) + 1.0)).to(gate.dtype) * up
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return cos, sin
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rope(x, cos, sin)  # products and sums alone
 
 
 class InvariantLinear:
