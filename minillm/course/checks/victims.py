@@ -270,18 +270,22 @@ def mounted_room(function: Any) -> type[Scheduler]:
 
     class Roomy(Scheduler):
         def _make_room(self, request: Request, num_tokens: int, out: SchedulerOutput) -> bool:
-            running, begun = list(self.running), {r for r, _ in out.rows}
-            need = self.cache.blocks_for(num_tokens) - len(request.block_ids)
-            held = [len(r.block_ids) for r in running]
-            answer = function(running.index(request), need, self.cache.num_free, held, [r in begun for r in running])
-            places = list(answer)
-            if len(set(places)) != len(places) or not set(places) <= set(range(len(running))):
-                raise MinillmError(
-                    f"make_room returned {places!r:.80}; expected different positions below {len(running)}"
-                )
-            for i in places:
-                self._preempt(running[i], out)
-            return running.index(request) not in places and self.cache.grow(request, num_tokens)
+            while not self.cache.grow(request, num_tokens):  # again where blocks are shared: fewer came free than held
+                running, begun = list(self.running), {r for r, _ in out.rows}
+                need = self.cache.blocks_for(num_tokens) - len(request.block_ids)
+                free, held = self.cache.available(request.tenant), [len(r.block_ids) for r in running]
+                answer = function(running.index(request), need, free, held, [r in begun for r in running])
+                places = list(answer)
+                if not places or len(set(places)) != len(places) or not set(places) <= set(range(len(running))):
+                    raise MinillmError(
+                        f"make_room returned {places!r:.80} for {need} blocks with {free} free; expected different "
+                        f"positions below {len(running)}, at least one"
+                    )
+                for i in places:
+                    self._preempt(running[i], out)
+                if running.index(request) in places:
+                    return False
+            return True
 
     return Roomy
 
