@@ -50,7 +50,7 @@ def make_paged_cache(
         restore = RestoreModel.for_machine(
             model.config, model.device.type, dtype=_name(model.dtype), block_size=config.block_size,
             block_bytes=block_bytes(model.config, config.block_size, model.dtype.itemsize, config.kv_cache_dtype),
-            chunk=config.max_num_batched_tokens,
+            chunk=config.max_num_batched_tokens, weights_as=config.quantization,
         )  # fmt: skip
     public = None
     if config.public_prefixes:

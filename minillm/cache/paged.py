@@ -16,7 +16,7 @@ import contextlib
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minillm.cache.blocks import BlockAllocator
@@ -189,11 +189,14 @@ class PagedCache:
         """Fill the request's first missing blocks from the tiers, as many as cost less to copy than to compute."""
         assert self.tiers is not None
         bs, start = self.pool.block_size, request.num_computed_tokens // self.pool.block_size
-        keys, where = self._tier_keys(request, most), []
-        for key in keys[start:]:
+        keys: list[tuple[bytes, bytes]] = []
+        where: list[str] = []
+        for key in self._tier_keys(request, start, most):
             if (tier := self.tiers.contains(*key)) is None:
                 break
+            keys.append(key)
             where.append(tier)
+        first = start
         if self.restore is not None and where and self.preemption_mode != "swap":
             tail = request.num_tokens - (start + len(where)) * bs
             count, _ = self.restore.restoring(where, context_before=start * bs, tail=tail)
@@ -201,7 +204,7 @@ class PagedCache:
         for source, run in _runs(where):
             begun, payloads = time.perf_counter(), []
             for i in range(start, start + run):
-                payload = self.tiers.get(*keys[i])
+                payload = self.tiers.get(*keys[i - first])
                 if payload is None:  # corrupted or gone: compute from here on
                     break
                 payloads.append(payload)
@@ -313,7 +316,7 @@ class PagedCache:
         assert self.tiers is not None
         bs = self.pool.block_size
         full = request.num_computed_tokens // bs
-        keys = self._tier_keys(request, full)
+        keys = list(self._tier_keys(request, 0, full))
         away = [i for i in range(full) if self.tiers.contains(*keys[i]) is None]
         if self.restore is not None and self.preemption_mode == "auto":
             tail = request.num_tokens - full * bs
@@ -342,8 +345,7 @@ class PagedCache:
         if self.tiers.contains(key, packed) is not None:
             return
         if self.restore is not None and self.preemption_mode != "swap":
-            before = len(tokens) - self.pool.block_size
-            if not self.restore.restoring(["host"], context_before=before, tail=0)[0]:
+            if not self.restore.worth_keeping(context_before=len(tokens) - self.pool.block_size):
                 return
         self.tiers.put(key, packed, self.pool.read_blocks([block])[0])
 
@@ -353,15 +355,18 @@ class PagedCache:
         public = 0 if self.public is None else self.public.leading(request.prompt_token_ids)
         return Namespace(self.engine_namespace, request.tenant, public_tokens=public)
 
-    def _tier_keys(self, request: Request, count: int) -> list[tuple[bytes, bytes]]:
-        """(who may read it, the prefix up to its end) of each of the request's first blocks."""
+    def _tier_keys(self, request: Request, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:
+        """(who may read it, the prefix up to its end) of the request's blocks from `start` to before `end`.
+
+        One at a time: a long prompt of which no tier knows the first block costs one key, not all of them.
+        """
         bs, packed = self.pool.block_size, pack(request.tokens)
-        ends = [bs * (i + 1) for i in range(count)]
-        if self.prefix is None:  # nothing is shared: the key is the request's own
-            own = f"{self.engine_namespace} {id(self)} {request.request_id} {request.arrival!r}".encode()
-            return [(own, packed[: 4 * end]) for end in ends]
-        namespace = self.namespace(request)
-        return [(namespace.reader_key(end), packed[: 4 * end]) for end in ends]
+        namespace = None if self.prefix is None else self.namespace(request)
+        own = f"{self.engine_namespace} {id(self)} {request.request_id} {request.arrival!r}".encode()
+        for i in range(start, end):
+            stop = bs * (i + 1)
+            # Without a prefix cache nothing is shared, and the key is the request's own.
+            yield own if namespace is None else namespace.reader_key(stop), packed[: 4 * stop]
 
     # Static groups (lessons 06 and 09) ------------------------------------------------------------------------
 
