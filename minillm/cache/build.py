@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.eviction import LRU
 from minillm.cache.paged import PagedCache
@@ -96,8 +98,13 @@ def make_namespace(model: Transformer, tokenizer: Tokenizer, config: EngineConfi
         quantization=config.quantization or "none", kv_dtype=config.kv_cache_dtype,
         tokenizer=_digest(spelled),
         template=_digest(tokenizer.chat_template or "none"),
-        attention=f"{config.block_size} {config.attention_backend} {config.batch_invariant} {model.config}",
+        attention=f"{config.block_size} {config.attention_backend} {_invariance(config)} {model.config}",
     )  # fmt: skip
+
+
+def _invariance(config: EngineConfig) -> str:
+    """With batch_invariant, KV is the same to the bit as long as the thread count is."""
+    return f"invariant at {torch.get_num_threads()} threads" if config.batch_invariant else "fast"
 
 
 def weights_id(folder: Path, exact: bool) -> str:
