@@ -11,7 +11,7 @@ from minillm.viz import style
 
 
 class Served(NamedTuple):
-    """How a list of requests was served: tokens a second of all, median seconds to a first token, and between tokens."""
+    """How requests were served: tokens a second of all, median seconds to a first token, and between tokens."""
 
     throughput: float
     first_token: float

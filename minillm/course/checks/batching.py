@@ -1,0 +1,472 @@
+"""References and typical mistakes of exercise 09: a queue that ages, a scheduler, a step loop, a simulator.
+
+Sorted lists in place of heaps, and apart from solutions/ and the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from minillm.course.candidate import CandidateError, NotAttempted, OverTimeError
+from minillm.course.checks.scheduler_part import scheduler_part
+from minillm.course.checks.shadows import Game, first_fault
+from minillm.course.tasks import Wrong
+
+# 09.2 a queue that ages
+
+
+class WaitingQueue:
+    """A list of (key, number, name), kept sorted."""
+
+    newest_first = False
+
+    def __init__(self, ageing_s: float):
+        self.ageing_s, self.entries, self.made = ageing_s, [], 0  # type: ignore[var-annotated]
+
+    def key(self, arrival: float, priority: int) -> Any:
+        return arrival + priority * self.ageing_s
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def push(self, name: str, arrival: float, priority: int) -> None:
+        if self.has(name):
+            raise ValueError("queued already")
+        self.made += 1
+        self.entries.append((self.key(arrival, priority), -self.made if self.newest_first else self.made, name))
+        self.entries.sort()
+
+    def has(self, name: str) -> bool:
+        return any(name == entry[2] for entry in self.entries)
+
+    def pop(self) -> str | None:
+        return self.entries.pop(0)[2] if self.entries else None
+
+    def remove(self, name: str) -> None:
+        self.entries = [e for e in self.entries if e[2] != name]
+
+
+class Starves(WaitingQueue):
+    def key(self, arrival: float, priority: int) -> Any:
+        return (priority, arrival)
+
+
+class NoPriority(WaitingQueue):
+    def key(self, arrival: float, priority: int) -> Any:
+        return arrival
+
+
+class LargerFirst(WaitingQueue):
+    def key(self, arrival: float, priority: int) -> Any:
+        return arrival - priority * self.ageing_s
+
+
+class Divides(WaitingQueue):
+    def key(self, arrival: float, priority: int) -> Any:
+        return arrival + priority / self.ageing_s
+
+
+class NewestOfEqual(WaitingQueue):
+    newest_first = True
+
+
+class QueuesTwice(WaitingQueue):
+    def has(self, name: str) -> bool:
+        return False
+
+
+class NeverForgets(WaitingQueue):
+    """Who was in it once may not come again."""
+
+    def __init__(self, ageing_s: float):
+        super().__init__(ageing_s)
+        self.seen: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        known = name in self.seen
+        self.seen.add(name)
+        return known
+
+
+class KeepsRemoved(WaitingQueue):
+    def remove(self, name: str) -> None:
+        pass
+
+
+Script = Sequence[tuple[Any, ...]]
+
+
+def queue_play(kind: Any, ageing_s: float, script: Script) -> list[Any]:
+    """What comes of each operation: ("push", name, arrival, priority), ("pop",), ("remove", name)."""
+    queue = kind(ageing_s)
+    said: list[Any] = []
+    for what, *args in script:
+        try:
+            got = getattr(queue, what)(*args)
+            said.append(got if what == "pop" else what)
+        except (NotAttempted, OverTimeError):
+            raise
+        except (ValueError, CandidateError) as error:
+            said.append(_value_error(error))
+        said.append(len(queue))
+    return said
+
+
+def _value_error(error: Exception) -> str:
+    plain = isinstance(error, ValueError) or str(error).startswith("it raised ValueError")
+    return "ValueError" if plain else str(error)
+
+
+def crowd(ageing_s: float, requests: Sequence[tuple[str, float, int]]) -> Callable[[], Any]:
+    """Everybody is pushed, then everybody is popped, and once more."""
+    script = [("push", *r) for r in requests] + [("pop",)] * (len(requests) + 1)
+    return lambda: (ageing_s, list(script))
+
+
+def stream(ageing_s: float, priority: int, newcomers: int) -> Callable[[], Any]:
+    """One that waits, and a stream of urgent ones: one comes, one goes."""
+    script: list[tuple[Any, ...]] = [("push", "poor", 0.0, priority), ("push", "0", 0.0, 0)]
+    for i in range(1, newcomers + 1):
+        script += [("push", str(i), float(i), 0), ("pop",)]
+    return lambda: (ageing_s, list(script))
+
+
+# 09.3 a scheduler
+
+
+class Scheduler:
+    """Two lists of (key, number, name), both kept sorted."""
+
+    def __init__(self, max_num_seqs: int):
+        self.most, self.queue, self.batch, self.made = max_num_seqs, [], [], 0  # type: ignore[var-annotated]
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.queue)
+
+    @property
+    def running(self) -> list[str]:
+        return [e[2] for e in self.batch]
+
+    def add(self, name: str, key: float) -> None:
+        if any(name == e[2] for e in self.queue + self.batch):
+            raise ValueError("known already")
+        self.made += 1
+        self.queue.append((key, self.made, name))
+        self.queue.sort()
+
+    def schedule(self, behind: Callable[[str], int], room: Callable[[str], bool]) -> list[tuple[str, int]]:
+        self.admit(room)
+        return [(e[2], behind(e[2])) for e in self.batch]
+
+    def admit(self, room: Callable[[str], bool]) -> None:
+        while self.queue and len(self.batch) < self.most and room(self.queue[0][2]):
+            self.join(self.queue.pop(0))
+
+    def join(self, entry: Any) -> None:
+        self.batch.append(entry)
+        self.batch.sort()
+
+    def finish(self, name: str) -> None:
+        self.queue = [e for e in self.queue if e[2] != name]
+        self.batch = [e for e in self.batch if e[2] != name]
+
+
+class Static(Scheduler):
+    def admit(self, room: Callable[[str], bool]) -> None:
+        if not self.batch:
+            super().admit(room)
+
+
+class KeepsFinished(Scheduler):
+    def finish(self, name: str) -> None:
+        self.queue = [e for e in self.queue if e[2] != name]
+
+
+class FinishesRunningOnly(Scheduler):
+    def finish(self, name: str) -> None:
+        self.batch = [e for e in self.batch if e[2] != name]
+
+
+class AddsTwice(Scheduler):
+    def add(self, name: str, key: float) -> None:
+        self.made += 1
+        self.queue.append((key, self.made, name))
+        self.queue.sort()
+
+
+class InOrderOfJoining(Scheduler):
+    def join(self, entry: Any) -> None:
+        self.batch.append(entry)
+
+
+class OneTooMany(Scheduler):
+    def __init__(self, max_num_seqs: int):
+        super().__init__(max_num_seqs + 1)
+
+
+class OneAStep(Scheduler):
+    """Admits one request a step."""
+
+    def admit(self, room: Callable[[str], bool]) -> None:
+        if self.queue and len(self.batch) < self.most and room(self.queue[0][2]):
+            self.join(self.queue.pop(0))
+
+
+class Overtakes(Scheduler):
+    """Whoever fits goes in, past the first that does not."""
+
+    def admit(self, room: Callable[[str], bool]) -> None:
+        for entry in list(self.queue):
+            if len(self.batch) < self.most and room(entry[2]):
+                self.queue.remove(entry)
+                self.join(entry)
+
+
+class IgnoresKeys(Scheduler):
+    def add(self, name: str, key: float) -> None:
+        super().add(name, 0.0)
+
+
+class OneToken(Scheduler):
+    """Everybody gets one token: a decode step, whatever is missing."""
+
+    def schedule(self, behind: Callable[[str], int], room: Callable[[str], bool]) -> list[tuple[str, int]]:
+        self.admit(room)
+        return [(e[2], 1) for e in self.batch]
+
+
+class LosesRefused(Scheduler):
+    """Who finds no room is out of the queue."""
+
+    def admit(self, room: Callable[[str], bool]) -> None:
+        while self.queue and len(self.batch) < self.most:
+            entry = self.queue.pop(0)
+            if not room(entry[2]):
+                return
+            self.join(entry)
+
+
+def scheduler_play(kind: Any, max_num_seqs: int, blocks: int, script: Script) -> list[Any]:
+    """What a scheduler says. ("add", name, key, tokens, blocks), ("step",), ("finish", name).
+
+    A step says its rows, and who runs behind it; `blocks` is the pool, and each request needs some of it.
+    """
+    scheduler = kind(max_num_seqs)
+    said: list[Any] = []
+    missing: dict[str, int] = {}
+    need: dict[str, int] = {}
+    held: dict[str, int] = {}
+
+    def room(name: str) -> bool:
+        if name not in held and sum(held.values()) + need[name] > blocks:
+            return False
+        held[name] = need[name]
+        return True
+
+    for what, *args in script:
+        try:
+            if what == "add":
+                name, key, missing_now, need_now = args
+                missing.setdefault(name, missing_now)
+                need.setdefault(name, need_now)
+                scheduler.add(name, key)
+            elif what == "finish":
+                scheduler.finish(args[0])
+                held.pop(args[0], None)
+            else:
+                rows = scheduler.schedule(lambda name: missing[name], room)
+                said.append([tuple(row) for row in rows])
+                missing.update({name: 1 for name, _ in rows if name in missing})
+        except (NotAttempted, OverTimeError):
+            raise
+        except (ValueError, CandidateError) as error:
+            said.append(_value_error(error))
+        said.append([list(scheduler.running), int(scheduler.num_waiting)])
+    return said
+
+
+def schedules(kind: Any, seeds: Sequence[int], roomy: bool) -> str:
+    """The first fault in random schedules over a shadow: "" for a scheduler that does what it must."""
+    game = Game(steps=30, roomy=roomy, whole=True, full=roomy)
+    fault = first_fault(seeds, game, scheduler=scheduler_part(kind))
+    if fault and not kind.reference:
+        raise Wrong(fault)
+    return fault
+
+
+# 09.4 the step loop
+
+END = 0
+
+
+def run(
+    requests: dict[str, Any], schedule: Any, forward: Any, sample: Any, finish: Any, free: Any
+) -> dict[str, list[int]]:
+    return run_with(requests, schedule, forward, sample, finish, free)
+
+
+def run_with(
+    requests: dict[str, Any], schedule: Any, forward: Any, sample: Any, finish: Any, free: Any, *, keeps: bool = False,
+    twice: bool = False, early: bool = False, seat: bool = False, eager: bool = False, advance_one: bool = False,
+    ends: bool = True, keeps_end: bool = True, shift: int = 0, no_free: bool = False, one_seed: bool = False,
+    late: int = 0,
+) -> dict[str, list[int]]:  # fmt: skip
+    """The step loop; the switches are the mistakes by name."""
+    made: dict[str, list[int]] = {name: [] for name in requests}
+    computed = dict.fromkeys(requests, 0)
+    open_ = set(requests)
+    for _ in range(400):
+        if not open_:
+            break
+        rows, given = schedule(), []
+        for name, n in rows:
+            prompt, max_tokens, _ = requests[name]
+            tokens = prompt + made[name]
+            given.append((name, tokens[computed[name] : computed[name] + n], computed[name]))
+            if early and name in open_ and len(made[name]) + 1 == max_tokens:
+                free(name)
+        scores = forward(given)
+        for i, ((name, n), row) in enumerate(zip(rows, scores, strict=True)):
+            prompt, max_tokens, seed = requests[name]
+            computed[name] += 1 if advance_one else n
+            position = len(prompt) + len(made[name])
+            if name not in open_ or (computed[name] < position and not eager):
+                continue
+            token = sample(row, 0 if one_seed else seed, i if seat else position + shift)
+            if keeps_end or token != END:
+                made[name].append(token)
+            if (ends and token == END) or len(made[name]) == max_tokens + late:
+                open_.discard(name)
+                if not keeps:
+                    finish(name)
+                if twice:
+                    finish(name)
+                if not (early or no_free):
+                    free(name)
+                if twice:
+                    free(name)
+    return made
+
+
+class World:
+    """What the loop drives: a batch, scores that stand for a prefix, and a look at each call."""
+
+    def __init__(self, requests: dict[str, Any], chunk: int, seats: int):
+        self.requests, self.chunk, self.seats = requests, chunk, seats
+        self.waiting, self.batch = list(requests), []  # type: ignore[var-annotated]
+        self.tokens = {name: list(prompt) for name, (prompt, _, _) in requests.items()}
+        self.computed = dict.fromkeys(requests, 0)
+        self.said: list[str] = []
+        self.freed: list[str] = []
+        self.ended: list[str] = []
+        self.rows: dict[tuple[int, ...], str] = {}
+        self.steps = 0
+
+    def schedule(self) -> list[tuple[str, int]]:
+        while self.waiting and len(self.batch) < self.seats:
+            self.batch.append(self.waiting.pop(0))
+        return [(n, min(self.chunk, max(1, len(self.tokens[n]) - self.computed[n]))) for n in self.batch]
+
+    def forward(self, given: list[Any]) -> list[list[int]]:
+        self.steps += 1
+        self.rows = {}
+        out: list[list[int]] = []
+        for name, tokens, start in given:
+            if name in self.ended:
+                self.say(f"{name} has ended and is computed again")
+            if name in self.freed:
+                self.say(f"the blocks of {name} were freed before the step that reads them")
+            if (tokens, start) != (self.tokens[name][start : start + len(tokens)], self.computed[name]):
+                self.say(
+                    f"step {self.steps}: {name} has {self.computed[name]} tokens computed, got {tokens} at {start}"
+                )
+            self.computed[name] = start + len(tokens)
+            out.append([sum((i + 1) * t for i, t in enumerate(self.tokens[name][: self.computed[name]])), len(out)])
+            self.rows[tuple(out[-1])] = name
+        return out
+
+    def sample(self, scores: list[int], seed: int, position: int) -> int:
+        name = self.rows.get(tuple(scores), "")
+        token = 1 + (7 * scores[0] + 13 * seed + 5 * position) % 9
+        prompt = self.requests[name][0] if name else []
+        if name and len(self.tokens[name]) - len(prompt) == STOPS.get(name, -1):
+            token = END
+        if name:
+            self.tokens[name].append(token)
+        return token
+
+    def finish(self, name: str) -> None:
+        self.ended.append(name)
+        if name in self.batch:
+            self.batch.remove(name)
+
+    def free(self, name: str) -> None:
+        self.freed.append(name)
+
+    def say(self, text: str) -> None:
+        if not self.said:
+            self.said.append(text)
+
+
+STOPS = {"stops": 2}  # tokens after which a request draws END
+
+
+def loop_play(function: Any, requests: dict[str, Any], chunk: int, seats: int) -> list[Any]:
+    """Outputs, how often each was finished and freed, the first thing that went wrong, and the steps it took."""
+    world = World(requests, chunk, seats)
+    got = function(requests, world.schedule, world.forward, world.sample, world.finish, world.free)
+    counts = [(n, world.ended.count(n), world.freed.count(n)) for n in requests]
+    return [got, counts, *world.said, world.steps]
+
+
+def loop_args(
+    *requests: tuple[str, list[int], int, int], chunk: int = 99, seats: int = 2
+) -> Callable[[], tuple[dict[str, Any], int, int]]:
+    return lambda: ({name: (list(prompt), most, seed) for name, prompt, most, seed in requests}, chunk, seats)
+
+
+# 09.5 steps from lengths
+
+
+def last_steps(lengths: Sequence[int], seats: int, continuous: bool) -> list[int]:
+    return last_steps_with(lengths, seats, continuous)
+
+
+def last_steps_with(
+    lengths: Sequence[int], seats: int, continuous: bool, *, first: int = 1, gap: int = 0, by_group: bool = False,
+    shortest: bool = False, only: str = "",
+) -> list[int]:  # fmt: skip
+    """Step by step. first: number of the first step; gap: steps that a place stays empty; only: one way for both."""
+    continuous = {"": continuous, "static": False, "continuous": True}[only]
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i]) if shortest else list(range(len(lengths)))
+    ends = [0] * len(lengths)
+    if not continuous:
+        start = 0
+        for i in range(0, len(order), seats):
+            group = order[i : i + seats]
+            longest = max(lengths[j] for j in group)
+            for j in group:
+                ends[j] = start + (longest if by_group else lengths[j]) - 1 + first
+            start += longest
+        return ends
+    free = [0] * seats
+    for j in order:
+        seat = free.index(min(free))
+        ends[j] = free[seat] + lengths[j] - 1 + first
+        free[seat] += lengths[j] + gap
+    return ends
+
+
+def both(function: Any, cases: Sequence[tuple[Sequence[int], int]]) -> list[list[int]]:
+    """Static and continuous of several inputs: a constant must not earn points."""
+    return [list(function(list(lengths), seats, how)) for lengths, seats in cases for how in (False, True)]
+
+
+def one_way(function: Any, cases: Sequence[tuple[Sequence[int], int]], continuous: bool) -> list[list[int]]:
+    return [list(function(list(lengths), seats, continuous)) for lengths, seats in cases]
+
+
+static_way, continuous_way = partial(one_way, continuous=False), partial(one_way, continuous=True)
