@@ -9,8 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from minillm import SamplingParams
 from minillm.attention.causal import NoCacheAttention, attend, attend_sdpa
+from minillm.attention.paged import PagedSDPA
 from minillm.attention.protocol import Batch, Row
 from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
+from minillm.cache.pool import KVPool
 from minillm.config import ModelConfig
 from minillm.models import transformer as tf
 from minillm.models.weights import load_weights, random_weights
@@ -99,20 +101,52 @@ def test_embedded_model_generates_the_library_s_tokens(llm, reference, tokenizer
 
 
 MUTATIONS = {
-    "RoPE turns the other way": ("apply_rope", lambda f: lambda x, cos, sin: f(x, cos, -sin)),
-    "RoPE of the next position": ("apply_rope", lambda f: lambda x, cos, sin: f(x, cos.roll(1, 0), sin.roll(1, 0))),
+    "RoPE turns the other way": ("angles", lambda f: lambda cos, sin: f(cos, -sin)),
+    "RoPE of the next position": ("angles", lambda f: lambda cos, sin: f(cos.roll(1, 0), sin.roll(1, 0))),
     "norm without the mean": ("rms_norm", lambda f: lambda x, w, eps: x * w),
+    "norm behind an addition without the mean": ("add_rms_norm", lambda f: lambda x, r, w, eps: ((x + r) * w, x + r)),
     "gate and up swapped": ("swiglu", lambda f: lambda h: f(torch.cat(h.chunk(2, -1)[::-1], -1))),
 }
 
 
+@pytest.mark.parametrize("pack", [False, True])
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_the_tolerance_sees_a_mistake(name, tiny_folder, monkeypatch):
+def test_the_tolerance_sees_a_mistake(name, pack, tiny_folder, monkeypatch):
     target, mutate = MUTATIONS[name]
-    model, oracle = ours(tiny_folder("llama")), tiny_hf("llama")
+    model, oracle = ours(tiny_folder("llama"), pack), tiny_hf("llama")
     ids = prompts(model.config.vocab_size)[2]
-    monkeypatch.setattr(tf, target, mutate(getattr(tf, target)))
+    monkeypatch.setattr(model.ops, target, mutate(getattr(model.ops, target)))
     assert (logits(model, ids) - reference_logits(oracle, ids)).abs().max() > 10 * TOLERANCE
+
+
+CPU_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # of the largest entry; bf16: one step of its 8 bits
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+@pytest.mark.parametrize("dtype", CPU_TOLERANCE)
+@pytest.mark.parametrize("n", [1, 33])
+def test_the_operators_of_a_cpu_equal_the_plain_ones(n, dtype, mutated):
+    g = torch.Generator().manual_seed(n)
+    draw = lambda *size: torch.randn(size, generator=g).to(dtype)
+    plain, fast = tf.TorchOps(), tf.CpuOps()
+    x, residual, weight, gate_up = draw(n, 96) * 3, draw(n, 96), draw(96), draw(n, 160)
+    heads, angles = draw(n, 7, 64)[:, :5], torch.rand(n, 1, 32, generator=g).repeat(1, 1, 2) * 6  # rows with gaps
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    off = 1.04 if mutated else 1.0  # four percent must show, whichever operator is wrong
+    kept = [t.clone() for t in (x, residual, gate_up, heads)]
+    pairs = [
+        (fast.rms_norm(x, weight * off, 0.5), plain.rms_norm(x, weight, 0.5)),
+        (fast.rms_norm(heads, weight[:64] * off, 1e-6), plain.rms_norm(heads, weight[:64], 1e-6)),
+        (fast.add_rms_norm(x, residual, weight * off, 0.5)[0], plain.add_rms_norm(x, residual, weight, 0.5)[0]),
+        (fast.add_rms_norm(x * off, residual, weight, 0.5)[1], plain.add_rms_norm(x, residual, weight, 0.5)[1]),
+        (fast.swiglu(gate_up * off), plain.swiglu(gate_up)),
+        (fast.rope(heads, *fast.angles(cos * off, sin)), plain.rope(heads, *plain.angles(cos, sin))),
+    ]
+    for got, want in pairs:
+        assert (got.dtype, got.shape) == (want.dtype, want.shape)
+        error = (got.double() - want.double()).abs().max() / want.double().abs().max()
+        assert (error > CPU_TOLERANCE[dtype]) == mutated
+    assert all(map(torch.equal, (x, residual, gate_up, heads), kept)), "an input was changed"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
@@ -183,21 +217,32 @@ def rounded_scores(q, k, v, attn_mask):
     return scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
-@pytest.mark.parametrize("mutated", [False, True])
-def test_batched_decode_in_bf16_takes_its_scores_in_fp32(mutated, monkeypatch):
+def decode_of(kind, g):
+    """Keys and values [4, K, 200, d] at random in bf16, and a decode step of four sequences over them."""
     config = ModelConfig(num_layers=1, vocab_size=8)
+    k, v = torch.randn(2, 4, 3, 200, 64, generator=g).bfloat16()
+    if kind == "contiguous":
+        backend = ContiguousKVCache(config, 4, 200, torch.bfloat16)
+        backend.k[0], backend.v[0] = k, v
+    else:
+        backend = PagedSDPA(KVPool(config, 52, 16, torch.bfloat16))
+        for pool, x in ((backend.pool.k, k), (backend.pool.v, v)):
+            pool[0, 1:] = torch.nn.functional.pad(x, (0, 0, 0, 8)).transpose(1, 2).reshape(52, 16, 3, 64)
+    rows = [Row(i, 150 + 10 * i, 1, range(1 + 13 * i, 14 + 13 * i)) for i in range(4)]
+    return backend, backend.plan(Batch.build(rows, [1] * 4)), k, v
+
+
+@pytest.mark.parametrize("mutated", [False, True])
+@pytest.mark.parametrize("kind", ["contiguous", "paged"])
+def test_batched_decode_in_bf16_takes_its_scores_in_fp32(kind, mutated, monkeypatch):
     g = torch.Generator().manual_seed(0)
-    cache = ContiguousKVCache(config, 4, 200, torch.bfloat16)
-    cache.k.normal_(generator=g)
-    cache.v.normal_(generator=g)
-    plan = cache.plan(Batch.build([Row(i, 150 + 10 * i, 1) for i in range(4)], [1] * 4))
+    backend, plan, k, v = decode_of(kind, g)
     q = (torch.randn(4, 9, 64, generator=g) * 6).bfloat16()
     if mutated:
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", rounded_scores)
-    got = cache.forward(0, q, plan)
+    got = backend.forward(0, q, plan)
     exact = [
-        attend(q[i : i + 1].float(), cache.k[0, i, :, : 151 + 10 * i].float(), cache.v[0, i, :, : 151 + 10 * i].float())
-        for i in range(4)
+        attend(q[i : i + 1].float(), k[i, :, : 151 + 10 * i].float(), v[i, :, : 151 + 10 * i].float()) for i in range(4)
     ]
     error = (got.float() - torch.cat(exact)).square().mean().sqrt()
     assert (error > 5e-3) if mutated else (error < 2.5e-3)

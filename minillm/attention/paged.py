@@ -60,7 +60,7 @@ class GatherPlan:
 
 
 class PagedAttention:
-    """What both backends share: where tokens are written, and what is read back."""
+    """What backends that gather tokens share: where tokens are written, and what is read back."""
 
     def __init__(self, pool: KVPool):
         self.pool = pool
@@ -124,9 +124,9 @@ class PagedSDPA(PagedAttention):
         else:
             for stored, x in zip(self._slots, (k, v), strict=True):
                 stored[layer].index_copy_(0, plan.new_slots, x)
-        self._new = k, v
+        self._new = k, v  # a prompt from its first token on is attended without reading the pool
 
-    def forward(self, layer: int, q: Tensor, plan: Step) -> Tensor:  # type: ignore[override]
+    def forward(self, layer: int, q: Tensor, plan: Step) -> Tensor:
         k, v = self._new
         if plan.single:
             return plan.groups[0].forward(layer, q) if plan.groups else plan.chunks[0].forward(layer, q, k, v)

@@ -19,6 +19,7 @@ from minillm.cache.pool import KVPool, dequantize_kv
 
 SPREAD = 2  # sequences of a group differ at most by this factor in blocks: what is padded stays below what is read
 SHARED_TOKENS = 64  # a common beginning of this length is attended once for all; below, the merge costs more
+Member = tuple[Row, int]  # a sequence with one new token, and which of the step's tokens that is
 
 
 class Blocks:
@@ -112,10 +113,11 @@ class DecodeGroup:
     attention). Gathering the rest loses to a kernel that reads blocks in place, by the copy.
     """
 
-    def __init__(self, blocks: Blocks, rows: Sequence[Row], tokens: Sequence[int], shared: int, device: torch.device):
-        """tokens: which of the step's tokens are theirs; shared: so many leading blocks are the same in all tables."""
+    def __init__(self, blocks: Blocks, members: Sequence[Member], shared: int, device: torch.device):
+        """shared: so many leading blocks are the same in all tables."""
+        rows = [row for row, _ in members]
         self.blocks, self.B = blocks, len(rows)
-        self.tokens = torch.tensor(tokens, device=device)
+        self.tokens = torch.tensor([i for _, i in members], device=device)  # which of the step's tokens are theirs
         self.prefix = Run(blocks, rows[0].blocks[:shared], shared * blocks.size, device) if shared else None
         counts = [-(-row.context // blocks.size) - shared for row in rows]
         self.T = max(counts) * blocks.size
@@ -173,7 +175,7 @@ class Step:
                     row, i = group[0]
                     self.chunks.append(Chunk(blocks, row, slice(i, i + 1), device))
                 else:
-                    self.groups.append(DecodeGroup(blocks, *zip(*group, strict=True), shared, device))
+                    self.groups.append(DecodeGroup(blocks, group, shared, device))
         self.single = len(self.groups) + len(self.chunks) == 1  # one call gives all of the step's tokens, in order
 
 
@@ -189,9 +191,6 @@ def begun_blocks(rows: Sequence[Row], block_size: int, device: torch.device) -> 
         if row.context % block_size and row.start <= last * block_size:
             begun.append(row.blocks[last])
     return torch.tensor(begun, device=device) if begun else None
-
-
-Member = tuple[Row, int]  # a sequence with one new token, and which of the step's tokens that is
 
 
 def families(members: Sequence[Member], block_size: int) -> list[tuple[list[Member], int]]:

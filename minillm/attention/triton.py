@@ -16,6 +16,7 @@ from minillm.attention.protocol import Batch
 from minillm.cache.pool import KVPool
 from minillm.device import expect_triton
 from minillm.errors import MinillmError
+from minillm.models.transformer import TorchOps
 
 _INSTEAD = "attention_backend='torch'"
 
@@ -109,7 +110,7 @@ class TritonAttention:
         return p.k[layer], p.v[layer], p.k_scale[layer], p.v_scale[layer]
 
 
-class TritonOps:
+class TritonOps(TorchOps):
     """The operators between matrix products, fused (lesson 04). Rows of a view with gaps between them are fine."""
 
     def __init__(self) -> None:
@@ -117,7 +118,8 @@ class TritonOps:
         from minillm.kernels.rms_norm import add_rms_norm, rms_norm
         from minillm.kernels.swiglu import swiglu
 
-        self._rms_norm, self.add_rms_norm, self.swiglu = rms_norm, add_rms_norm, swiglu
+        self._rms_norm = rms_norm
+        self.add_rms_norm, self.swiglu = add_rms_norm, swiglu  # type: ignore[method-assign]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)

@@ -50,7 +50,6 @@ def accounting(engine: Any) -> Iterator[Account]:
     """Wrap the parts of this engine's step; everything is put back at the end."""
     from minillm import engine as engine_module
     from minillm.cache.contiguous import ContiguousKVCache
-    from minillm.models import transformer
     from minillm.models.linear import Linear
     from minillm.quant import QuantLinear
 
@@ -62,7 +61,8 @@ def accounting(engine: Any) -> Iterator[Account]:
         (engine.model.ops, "rms_norm", "norms"),
         (engine.model.ops, "add_rms_norm", "norms"),
         (engine.model.ops, "swiglu", "activation"),
-        (transformer, "apply_rope", "rope_kv_write"),
+        (engine.model.ops, "angles", "rope_kv_write"),
+        (engine.model.ops, "rope", "rope_kv_write"),
         (engine.sampler, "sample", "sampling"),
         (engine_module.OutputProcessor, "push", "text"),
     ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minillm.attention.protocol import AttentionBackend, Batch
 from minillm.config import ModelConfig
+from minillm.models.cpu_ops import CpuOps
 from minillm.models.linear import Linear
 from minillm.models.weights import LayerWeights, Weights
 
@@ -91,6 +92,12 @@ class Ops(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[N, 2 I] -> [N, I]."""
 
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The step's cosines and sines as `rope` wants them, [N, 1, d] each. Called once a step."""
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate x [N, heads, d] by what `angles` gave. Not called for a backend that has `rope_write`."""
+
 
 class TorchOps:
     """Plain torch, one operator after the other."""
@@ -104,6 +111,12 @@ class TorchOps:
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         return swiglu(gate_up)
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return cos, sin
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rope(x, cos, sin)
 
 
 class Layer:
@@ -121,7 +134,7 @@ class Transformer:
     """The model. `forward` gives hidden states, `logits` the scores of the next token for chosen rows."""
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int | None = None, pack: bool = False):
-        """pack: reorder the weights for oneDNN on a CPU. The plain matrices in `weights` are then released."""
+        """pack: on a CPU, reorder the weights for oneDNN, letting the plain ones go, and use `CpuOps`."""
         self.config = config
         self.embed = weights.embed
         self.final_norm = weights.final_norm
@@ -130,7 +143,7 @@ class Transformer:
         self.lm_head = Linear(weights.lm_head)
         self.max_len = max_len or config.max_position_embeddings
         self.cos, self.sin = rope_table(config, self.max_len, self.dtype, self.device)
-        self.ops: Ops = TorchOps()
+        self.ops: Ops = CpuOps() if pack and self.device.type == "cpu" else TorchOps()
         if pack:
             for layer in self.layers:
                 for name in ("qkv", "o", "gate_up", "down"):
@@ -153,8 +166,7 @@ class Transformer:
         x = F.embedding(token_ids, self.embed)  # [N, D]
         cos = sin = None
         if not hasattr(attention, "rope_write"):  # a backend that fuses the rotation looks its angles up itself
-            cos = self.cos[positions].unsqueeze(1)  # [N, 1, d]
-            sin = self.sin[positions].unsqueeze(1)
+            cos, sin = ops.angles(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))  # [N, 1, d]
         h = ops.rms_norm(x, self.layers[0].w.input_norm, eps)
         after = [layer.w.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for i, layer in enumerate(self.layers):
@@ -179,7 +191,7 @@ class Transformer:
             fresh = heads if layer.w.q_norm is None else torch.cat((qk, v), dim=1)
             q = attention.rope_write(i, fresh, self.cos, self.sin, positions, plan)
         else:
-            q, k = apply_rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
+            q, k = self.ops.rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
             attention.write(i, k, v, plan)
         out = attention.forward(i, q, plan)  # [N, H, d]
         return layer.o(out.reshape(len(h), -1))
