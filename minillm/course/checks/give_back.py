@@ -87,7 +87,9 @@ class FreesUnseen(BlockAllocator):
 class FreesHalf(BlockAllocator):
     def free(self, ids: Sequence[int]) -> None:
         for i in ids:
-            super().free([i])
+            if not self.held[i]:
+                raise ValueError(f"block {i} is freed more often than it is held")
+            self.drop([i])
 
 
 class Nameless(BlockAllocator):
@@ -105,7 +107,7 @@ class NoReferences(BlockAllocator):
 
 class SharesFree(BlockAllocator):
     def share(self, ids: Sequence[int]) -> None:
-        self.held.update(ids)
+        self.held.update(i for i in ids if i in self.held)
 
 
 class OnlyLeaks(BlockAllocator):
