@@ -1,0 +1,18 @@
+"""A step of exactly the target does not count."""
+
+from collections.abc import Callable
+
+TASK = "10.5"
+POINTS = 3
+HINT = "exactly the target"
+
+
+def choose_budget(seconds: Callable[[int, int], float], streams: int, target: float, most: int) -> int:
+    low, high = streams + 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if seconds(streams, middle - streams) < target:
+            low = middle
+        else:
+            high = middle - 1
+    return low

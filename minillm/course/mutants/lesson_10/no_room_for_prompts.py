@@ -1,0 +1,18 @@
+"""With a promise that cannot be kept, the budget is 0."""
+
+from collections.abc import Callable
+
+TASK = "10.5"
+POINTS = 3
+HINT = "no prompt ever ends"
+
+
+def choose_budget(seconds: Callable[[int, int], float], streams: int, target: float, most: int) -> int:
+    low, high = streams + 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if seconds(streams, middle - streams) <= target:
+            low = middle
+        else:
+            high = middle - 1
+    return low if seconds(streams, low - streams) <= target else 0
