@@ -22,6 +22,7 @@ from torch import Tensor
 
 from minillm.device import expect_triton
 from minillm.errors import MinillmError
+from minillm.models.cpu_ops import CpuOps
 from minillm.models.linear import Linear
 from minillm.models.transformer import Transformer
 
@@ -261,6 +262,8 @@ def quantize_model(transformer: Transformer, scheme: str | Scheme, head: bool = 
         transformer.lm_head = _quantized(transformer.lm_head, chosen)
     else:
         transformer.lm_head.pack()
+    if transformer.device.type == "cpu":
+        transformer.ops = CpuOps()
     return transformer
 
 

@@ -21,6 +21,12 @@ def causal_mask(num_new: int, context: int, device: str | torch.device = "cpu") 
     return torch.ones(num_new, context, dtype=torch.bool, device=device).tril(context - num_new)
 
 
+def causal_bias(num_new: int, context: int, dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
+    """The same to be added to scores: 0 where a new token may look, -inf elsewhere."""
+    hidden = ~causal_mask(num_new, context, device)
+    return torch.zeros(num_new, context, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(d)) v with a causal mask, the textbook way: it writes the n x T matrix.
 
@@ -35,13 +41,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("kgnt,ktd->nkgd", scores.softmax(-1), v.float()).reshape(n, H, d).to(q.dtype)
 
 
-def attend_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same, same shapes, through torch's fused kernel, which never writes the matrix (lesson 05)."""
+def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The same, same shapes, through torch's fused kernel, which never writes the matrix (lesson 05).
+
+    mask: what `causal_bias` gives for n < T, for a caller that uses it more than once; made here otherwise.
+    """
     n, H, d = q.shape
     K, T, _ = k.shape
     if n == 1:  # the group's heads become query rows: [1, K, H/K, d] against [1, K, T, d]
         return F.scaled_dot_product_attention(q.reshape(1, K, H // K, d), k[None], v[None]).reshape(1, H, d)
-    mask = None if n == T else causal_mask(n, T, q.device)
+    if n < T and mask is None:
+        mask = causal_mask(n, T, q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None], _per_query_head(k, H), _per_query_head(v, H), attn_mask=mask, is_causal=mask is None
     )

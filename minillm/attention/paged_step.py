@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention.causal import attend_sdpa
+from minillm.attention.causal import attend_sdpa, causal_bias
 from minillm.attention.protocol import Batch, Row
 from minillm.cache.pool import KVPool, dequantize_kv
 
@@ -96,11 +96,14 @@ class Chunk:
         self.run = None
         if row.start or row.num_new == 1 or blocks.pool.quantized:
             self.run = Run(blocks, row.blocks, row.context, device)
+        self.mask = None  # torch's kernel turns a mask of bool into one of numbers, at every call
+        if row.start and row.num_new > 1:
+            self.mask = causal_bias(row.num_new, row.context, blocks.pool.dtype, device)
 
     def forward(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, H, d], k and v [N, K, d] of the whole step. Gives this sequence's rows, [n, H, d]."""
         k, v = (k[self.tokens], v[self.tokens]) if self.run is None else self.run.read(layer)
-        return attend_sdpa(q[self.tokens], k.transpose(0, 1), v.transpose(0, 1))
+        return attend_sdpa(q[self.tokens], k.transpose(0, 1), v.transpose(0, 1), self.mask)
 
 
 class DecodeGroup:
