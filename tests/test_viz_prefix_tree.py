@@ -8,7 +8,9 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from minillm.cache.prefix import Namespace, RadixPrefixCache
+from minillm.errors import MinillmError
 from minillm.viz import prefix_tree as viz
+from minillm.viz import prefix_tree_curves as curves
 from minillm.viz import style
 
 ANN, BOB = Namespace("engine", "ann", "", 2), Namespace("engine", "bob", "", 2)
@@ -139,3 +141,35 @@ def test_the_widget_wraps_the_explorer():
     assert picture.value != asked
     again.click()
     assert picture.value == empty
+
+
+# The curves
+
+
+def test_savings_are_amdahls():
+    assert curves.savings(0.5, 0.0) == 1
+    assert curves.savings(0.5, 1.0) == 2
+    assert curves.savings(0.4, 0.9) == pytest.approx(1 / 0.64)
+    assert curves.savings(1.0, 1.0) == float("inf")
+    with pytest.raises(MinillmError, match="found is a share"):
+        curves.savings(0.5, 90)
+
+
+def test_hit_curves_share_one_scale():
+    fig = curves.hit_curve_figure([0.0, 0.5, 1.0], ([1.0, 0.5, 0.1], [1.1, 0.6, 0.1]), ([3, 2.5, 2.1], [3, 2, 2]), 32)
+    left, right = fig.axes
+    assert left.get_ylim() == right.get_ylim()
+    assert [list(line.get_ydata()) for line in left.get_lines()] == [[1.0, 0.5, 0.1], [1.1, 0.6, 0.1]]
+    assert list(right.get_lines()[0].get_xdata()) == [0, 50, 100]
+
+
+def test_found_bars_are_labelled_with_their_shares():
+    fig = curves.found_figure({"chat": {"as it is": 0.5, "shuffled": 0.25}, "documents": {"as it is": 0.125}})
+    assert [t.get_text() for t in fig.axes[0].texts] == ["50% as it is", "25% shuffled", "12% as it is"]
+    assert [p.get_width() for p in fig.axes[0].patches] == [50, 25, 12.5]
+
+
+def test_waits_add_up():
+    fig = curves.waits_figure({"alone": (0.0, 0.1, 1.0), "behind others": (2.0, 0.1, 1.0)})
+    assert [t.get_text() for t in fig.axes[0].texts] == ["1.10 s", "3.10 s"]
+    assert [p.get_x() for p in fig.axes[0].patches][3:] == pytest.approx([0, 2.0, 2.1])
