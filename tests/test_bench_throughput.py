@@ -291,6 +291,28 @@ def test_a_peer_that_writes_too_few_tokens_is_not_judged_but_refused(quick, monk
     assert done["checks"][0]["detail"] == "vllm on W1"
 
 
+def test_llama_cpp_starts_once_more_without_what_the_processor_refuses(monkeypatch, tmp_path):
+    asked = []
+
+    def start(side, python, load):
+        asked.append((side, load["gguf"], load["extra_buffers"]))
+        if load["extra_buffers"]:
+            raise MinillmError("it ended with exit code -4")
+        return "engine"
+
+    monkeypatch.setattr(peers, "start", start)
+    monkeypatch.setattr(throughput.gguf_files, "in_dtype", lambda source, dtype: Path(f"{source}.{dtype}"))
+    o = options(step="throughput", model="x", contexts=None)
+    o.gguf = "q.gguf"
+    for side, file in (("llama.cpp-q4_1", "q.gguf"), ("llama.cpp", "q.gguf.float32")):
+        asked.clear()
+        assert throughput._start(side, {"llama.cpp": "python"}, tmp_path, o, 64) == "engine"
+        assert asked == [(side, file, True), (side, file, False)]
+    o.gguf = None
+    with pytest.raises(MinillmError, match="give --gguf FILE"):
+        throughput._start("llama.cpp", {"llama.cpp": "python"}, tmp_path, o, 64)
+
+
 def test_a_speed_of_int4_stands_on_a_quality_record(tmp_path):
     claim = {
         "step": "throughput", "results": {"W2.minillm-int4": {}, "W2.minillm": {}}, "device": {"kind": "cpu"},

@@ -158,7 +158,7 @@ class WorkerPeer:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
             answer = json.loads(self._line())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise MinillmError(f"peer {self.name}: its worker gave no answer ({error}): {self._tail()}") from None
         if "error" in answer:
             raise MinillmError(f"peer {self.name}: {answer['error']}: {self._tail()}")
@@ -173,7 +173,7 @@ class WorkerPeer:
                 if not ready.select(max(0.0, end - time.monotonic())):
                     raise ValueError(f"no answer in {PATIENCE:.0f} s")
                 if not (piece := os.read(self._process.stdout.fileno(), 1 << 16)):
-                    raise ValueError("end of its output")
+                    raise ValueError(f"it ended with exit code {self._process.wait(timeout=10)}")
                 self._rest += piece
         line, _, self._rest = self._rest.partition(b"\n")
         return line
@@ -222,6 +222,7 @@ def make(name: str, folder: Path, dtype: torch.dtype, device: str) -> Transforme
     return TransformersPeer(folder, dtype, device)
 
 
-def start(name: str, python: str, load: Mapping[str, Any]) -> WorkerPeer:
-    """A worker with its engine loaded, stopped until it is asked."""
-    return WorkerPeer(name, python, Path(__file__).parent / "peer_workers" / WORKERS[name], load)
+def start(side: str, python: str, load: Mapping[str, Any]) -> WorkerPeer:
+    """A worker with its engine loaded, stopped until it is asked. side: a peer's name, or one and its variant."""
+    script = WORKERS[side.split("-")[0]]
+    return WorkerPeer(side, python, Path(__file__).parent / "peer_workers" / script, load)

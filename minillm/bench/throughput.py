@@ -198,7 +198,14 @@ def _start(side: str, named: Mapping[str, str], folder: Path, options: Options, 
             raise MinillmError(f"llama.cpp needs the weights of {options.model} as GGUF: give --gguf FILE")
         source = Path(options.gguf).expanduser() if options.gguf else hub.embedded_gguf()
         load["gguf"] = str(source if side.endswith("-q4_1") else gguf_files.in_dtype(source, options.dtype))
-    return peers.start(name, named[name], load)
+        try:
+            return peers.start(side, named[name], load | {"extra_buffers": True})
+        except (
+            MinillmError
+        ) as error:  # its AMX kernels are built where the compiler knows them, and may still be refused
+            options.out(f"{error}; once more without extra buffers")
+            load["extra_buffers"] = False
+    return peers.start(side, named[name], load)
 
 
 def _race(
