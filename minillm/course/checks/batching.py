@@ -300,6 +300,7 @@ def schedules(kind: Any, seeds: Sequence[int], roomy: bool) -> str:
 # 09.4 the step loop
 
 END = 0
+PATIENCE = 60  # steps; no case needs as many
 
 
 def run(
@@ -309,10 +310,9 @@ def run(
 
 
 def run_with(
-    requests: dict[str, Any], schedule: Any, forward: Any, sample: Any, finish: Any, free: Any, *, keeps: bool = False,
-    twice: bool = False, early: bool = False, seat: bool = False, eager: bool = False, advance_one: bool = False,
-    ends: bool = True, keeps_end: bool = True, shift: int = 0, no_free: bool = False, one_seed: bool = False,
-    late: int = 0,
+    requests: dict[str, Any], schedule: Any, forward: Any, sample: Any, finish: Any, free: Any, *, twice: bool = False,
+    seat: bool = False, eager: bool = False, keeps_end: bool = True, shift: int = 0,
+    no_free: bool = False, one_seed: bool = False, short: int = 0,
 ) -> dict[str, list[int]]:  # fmt: skip
     """The step loop; the switches are the mistakes by name."""
     made: dict[str, list[int]] = {name: [] for name in requests}
@@ -323,31 +323,24 @@ def run_with(
             break
         rows, given = schedule(), []
         for name, n in rows:
-            prompt, max_tokens, _ = requests[name]
-            tokens = prompt + made[name]
+            tokens = requests[name][0] + made[name]
             given.append((name, tokens[computed[name] : computed[name] + n], computed[name]))
-            if early and name in open_ and len(made[name]) + 1 == max_tokens:
-                free(name)
         scores = forward(given)
         for i, ((name, n), row) in enumerate(zip(rows, scores, strict=True)):
             prompt, max_tokens, seed = requests[name]
-            computed[name] += 1 if advance_one else n
+            computed[name] += n
             position = len(prompt) + len(made[name])
             if name not in open_ or (computed[name] < position and not eager):
                 continue
             token = sample(row, 0 if one_seed else seed, i if seat else position + shift)
             if keeps_end or token != END:
                 made[name].append(token)
-            if (ends and token == END) or len(made[name]) == max_tokens + late:
+            if token == END or len(made[name]) == max_tokens - short:
                 open_.discard(name)
-                if not keeps:
+                for _ in range(1 + twice):
                     finish(name)
-                if twice:
-                    finish(name)
-                if not (early or no_free):
-                    free(name)
-                if twice:
-                    free(name)
+                    if not no_free:
+                        free(name)
     return made
 
 
@@ -365,7 +358,15 @@ class World:
         self.rows: dict[tuple[int, ...], str] = {}
         self.steps = 0
 
+    def over(self, name: str) -> bool:
+        """Whether the request has drawn its last token, whatever the loop makes of it."""
+        prompt, most, _ = self.requests[name]
+        drawn = self.tokens[name][len(prompt) :]
+        return len(drawn) >= most or END in drawn
+
     def schedule(self) -> list[tuple[str, int]]:
+        if self.steps > PATIENCE:  # the loop has not told who ended: the others must not wait for ever
+            self.batch = [n for n in self.batch if not self.over(n)]
         while self.waiting and len(self.batch) < self.seats:
             self.batch.append(self.waiting.pop(0))
         return [(n, min(self.chunk, max(1, len(self.tokens[n]) - self.computed[n]))) for n in self.batch]
@@ -375,14 +376,18 @@ class World:
         self.rows = {}
         out: list[list[int]] = []
         for name, tokens, start in given:
-            if name in self.ended:
-                self.say(f"{name} has ended and is computed again")
+            if self.over(name):
+                self.say(
+                    f"{name} has ended and is computed again",
+                    "it ends with END, or with max_tokens tokens; tell the scheduler, or it is kept in the batch",
+                )
             if name in self.freed:
-                self.say(f"the blocks of {name} were freed before the step that reads them")
+                self.say(f"the blocks of {name} were freed, and then read", "free after `forward`, not before")
             if (tokens, start) != (self.tokens[name][start : start + len(tokens)], self.computed[name]):
                 self.say(
-                    f"step {self.steps}: {name} has {self.computed[name]} tokens computed, got {tokens} at {start}"
-                )
+                    f"step {self.steps}: {name} is {self.tokens[name]}, {self.computed[name]} computed; forward got "
+                    f"{tokens} at {start}", "the counter moves by all tokens of the row",
+                )  # fmt: skip
             self.computed[name] = start + len(tokens)
             out.append([sum((i + 1) * t for i, t in enumerate(self.tokens[name][: self.computed[name]])), len(out)])
             self.rows[tuple(out[-1])] = name
@@ -406,20 +411,26 @@ class World:
     def free(self, name: str) -> None:
         self.freed.append(name)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, hint: str) -> None:
         if not self.said:
-            self.said.append(text)
+            self.said = [text, hint]
 
 
 STOPS = {"stops": 2}  # tokens after which a request draws END
 
 
 def loop_play(function: Any, requests: dict[str, Any], chunk: int, seats: int) -> list[Any]:
-    """Outputs, how often each was finished and freed, the first thing that went wrong, and the steps it took."""
+    """Outputs, how often each was finished and freed, and the steps it took. Raises Wrong for a fault on the way."""
     world = World(requests, chunk, seats)
-    got = function(requests, world.schedule, world.forward, world.sample, world.finish, world.free)
-    counts = [(n, world.ended.count(n), world.freed.count(n)) for n in requests]
-    return [got, counts, *world.said, world.steps]
+    got: Any = None
+    try:
+        got = function(requests, world.schedule, world.forward, world.sample, world.finish, world.free)
+    except CandidateError:
+        if not world.said:
+            raise
+    if world.said:
+        raise Wrong(*world.said)
+    return [got, [(n, world.ended.count(n), world.freed.count(n)) for n in requests], world.steps]
 
 
 def loop_args(
