@@ -1,13 +1,13 @@
 """One step after the other: schedule, compute, sample, hand on. Lesson 09 builds it.
 
 `EngineCore` is the whole engine without a face: `LLM` and `AsyncLLM` put requests in and take text out. It belongs to
-one thread. A step that fails ends the requests that were in it, with the reason, and nobody else.
+one thread. A step that fails ends the requests that were in it, with the reason, and nobody else. What a step in flight
+reads stays until it retires (DESIGN rule 4): between two steps an abort frees at once, inside one it waits for its end.
 """
 
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,17 +37,20 @@ class EngineCore:
         self.scheduler, self.runner, self.sampler, self.make_output = scheduler, runner, sampler, make_output
         self.cache, self.max_tokens = cache, max_tokens
         self.events = events if events is not None else EventLog(0)
+        self.clock = self.events.clock  # seconds; requests arrive, expire and finish by it
         self.outputs: dict[Request, OutputProcessor] = {}  # everybody who has not finished
         self.failures: dict[Request, BaseException] = {}
         self.idle_steps = 0  # in a row: nothing was scheduled
+        self._stepping = False
+        self._late: dict[Request, str] = {}  # aborted from inside the step under way, and why
 
     @property
     def has_work(self) -> bool:
         return bool(self.outputs)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises MinillmError for one that is in already."""
-        if request in self.outputs:
+        """Queue a request. Raises MinillmError for one that is in already, or was."""
+        if request in self.outputs or request.finished:
             raise MinillmError(f"request {request.request_id} was added before")
         self.outputs[request] = self.make_output(request)
         try:
@@ -63,32 +66,48 @@ class EngineCore:
     def abort(self, request: Request, reason: str = "cancelled") -> str:
         """End a request now, wherever it is: its blocks are free at once. Returns the text that was held back.
 
-        For one that has finished, or was never added, nothing happens.
+        For one that has finished, or was never added, nothing happens. Called from inside a step (by a part, or by a
+        generator that Python collects then), it ends the request when the step retires, which gives the text.
         """
         if request not in self.outputs:
+            return ""
+        if self._stepping:
+            self._late.setdefault(request, reason)
             return ""
         self.events.record("aborted", request.request_id, computed=request.num_computed_tokens)
         return self._end(request, "abort", reason)
 
     def step(self) -> list[Delta]:
         """Compute one step. Returns (request, new text) for each request that got a token or has ended."""
-        begun = time.perf_counter()
+        if self._stepping:
+            raise MinillmError("a step is under way; a part of the engine cannot run the engine")
+        self._stepping = True
+        try:
+            done = self._step()
+        finally:
+            self._stepping = False
+            late, self._late = self._late, {}
+            ended = [(r, self.abort(r, reason)) for r, reason in late.items() if r in self.outputs]
+        return done + ended
+
+    def _step(self) -> list[Delta]:
+        begun = self.clock()
         done = self._expire(begun)
         try:
             out = self.scheduler.schedule()
             self._judge(out)
         except Exception as error:  # a scheduler, an allocator or a cache at fault: nobody's state can be trusted
             return done + self._fail(list(self.outputs), error)
-        scheduled = time.perf_counter() - begun
+        scheduled = self.clock() - begun
         for request, why in out.refused:
             self.events.record("refused", request.request_id, field="prompt", reason=str(why))
             done += self._fail([request], why)
         if not out.rows:
-            return done + self._idle()
+            return done or self._idle()  # whoever was refused or has expired made room: that is progress
         self.idle_steps = 0
         rows = [(r.request_id, n, r.num_computed_tokens) for r, n in out.rows]
         try:
-            done += self._compute(out.rows)
+            self._compute(out.rows, done)
         except Exception as error:
             done += self._fail([r for r, _ in out.rows if r in self.outputs], error)
         except BaseException as error:  # an interrupt: the step's requests are lost, the engine is not
@@ -97,31 +116,40 @@ class EngineCore:
         self._record(rows, begun, scheduled)
         return done
 
-    def _compute(self, rows: Sequence[ScheduledRow]) -> list[Delta]:
+    def _compute(self, rows: Sequence[ScheduledRow], done: list[Delta]) -> None:
+        """Adds to `done` one by one: what a request has got is handed on even if a later one fails."""
         requests, counts = [r for r, _ in rows], [n for _, n in rows]
         logits = self.runner.forward(requests, counts)
         if self.cache is not None:
             for r in requests:
-                self.cache.commit(r)
+                try:
+                    self.cache.commit(r)
+                except Exception as error:  # a learner's prefix cache
+                    done += self._fail([r], error)
         ready = [r for r in requests if not r.num_new_tokens] if self.cache is not None else requests
         if not ready:
-            return []
+            return
         tokens, logprobs = drawn(self.sampler.sample(logits, ready), logits.shape)
-        now = time.perf_counter()
-        step = []
+        now = self.clock()
         for i, (r, token, entry) in enumerate(zip(ready, tokens, logprobs, strict=True)):
+            if r not in self.outputs:
+                continue
             if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
-                step.append((r, self._end(r, "error", str(no_token_error(logits[i], r)))))
+                done.append((r, self._end(r, "error", str(no_token_error(logits[i], r)))))
                 continue
             if "first_token" not in r.times:
                 r.times["first_token"] = now
                 self.events.record("first_token", r.request_id)
             if entry is not None:
                 r.logprobs.append(entry)
-            step.append((r, self.outputs[r].push(token)))  # the last delta is complete
+            try:
+                text = self.outputs[r].push(token)  # the last delta is complete
+            except Exception as error:  # a learner's detokenizer
+                done += self._fail([r], error)
+                continue
+            done.append((r, text))
             if r.finished:
                 self._retire(r)
-        return step
 
     # Endings -----------------------------------------------------------------------------------------------
 
@@ -137,7 +165,7 @@ class EngineCore:
 
     def _retire(self, request: Request) -> None:
         self.outputs.pop(request, None)
-        request.times["finished"] = time.perf_counter()
+        request.times["finished"] = self.clock()
         self.events.record(
             "finished", request.request_id, reason=request.finish_reason, output_tokens=len(request.output_token_ids)
         )
@@ -159,15 +187,15 @@ class EngineCore:
         """An expired request that still waits never runs."""
         waiting, out = getattr(self.scheduler, "waiting", None), []
         expired = getattr(waiting, "expired", None)
-        while expired is not None and (r := expired(now)) is not None:
+        while expired is not None and (r := expired(now)) in self.outputs:
             out.append((r, self._end(r, "abort", f"its deadline passed {now - (r.deadline or now):.2f} s ago")))
         return out
 
     def _idle(self) -> list[Delta]:
         """A step without work. Several in a row, while somebody could run, are a fault: every step makes progress."""
-        self.idle_steps += 1
         able = [r for r in self.outputs if not r.paused]
-        if self.idle_steps < MAX_IDLE_STEPS or not able:
+        self.idle_steps = self.idle_steps + 1 if able else 1  # nobody's fault while everybody is paused
+        if self.idle_steps < MAX_IDLE_STEPS:
             return []
         self.idle_steps = 0
         return self._fail(able, MinillmError(
@@ -204,14 +232,14 @@ class EngineCore:
         restore = None if self.cache is None else self.cache.restore
         if restore is not None and any(n > 1 for _, n, _ in rows):  # the cost model learns what computing costs here
             shapes = [(n, computed + n) for _, n, computed in rows]
-            restore.observe_step(shapes, time.perf_counter() - begun - scheduled)
+            restore.observe_step(shapes, self.clock() - begun - scheduled)
         if self.events.events.maxlen:
             blocks: dict[str, Any] = {} if self.cache is None else {
                 "free": self.cache.num_free, "cached": self.cache.num_cached, "live": self.cache.num_live,
             }  # fmt: skip
             self.events.record(
                 "step", rows=rows, waiting=self.scheduler.num_waiting, running=len(self.scheduler.running), **blocks,
-                seconds=time.perf_counter() - begun, schedule_seconds=scheduled,
+                seconds=self.clock() - begun, schedule_seconds=scheduled,
             )  # fmt: skip
         self.events.step += 1
 

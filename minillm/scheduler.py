@@ -101,14 +101,16 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         if request in self._ticket:
             raise MinillmError(f"request {request.request_id} is queued already")
-        ticket = self._ticket[request] = next(self._next)
-        heapq.heappush(self._heap, (self.key(request), ticket, request))
-        if request.deadline is not None:
+        key, ticket = self.key(request), next(self._next)  # a policy may raise: then nothing has happened
+        self._ticket[request] = ticket
+        heapq.heappush(self._heap, (key, ticket, request))
+        if request.deadline is not None and request.status == Status.WAITING:  # one that has begun goes on
             heapq.heappush(self._deadlines, (request.deadline, ticket, request))
 
     def remove(self, request: Request) -> None:
         self._ticket.pop(request, None)
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._ticket):  # mostly ghosts: O(1) a removal, amortised
+        most = max(len(self._heap), len(self._deadlines))
+        if most > 64 and most > 4 * len(self._ticket):  # mostly ghosts: O(1) a removal, amortised
             self._heap, self._deadlines = (
                 [e for e in heap if self._ticket.get(e[2]) == e[1]] for heap in (self._heap, self._deadlines)
             )
@@ -119,7 +121,7 @@ class WaitingQueue:
         return self._first(self._heap)
 
     def expired(self, now: float) -> Request | None:
-        """A request whose deadline has passed, still queued."""
+        """A request that has not begun, and whose deadline has passed."""
         first = self._first(self._deadlines)
         return first if first is not None and first.deadline is not None and first.deadline < now else None
 
@@ -238,6 +240,10 @@ class Scheduler:
         while budget > 0 and (r := self.waiting.head()) is not None:
             if len(self.running) >= self.limits.max_num_seqs and not self._oust_paused(out):
                 return
+            if out.rows and not self.limits.enable_chunked_prefill and not self._ask(self._within, r, budget, out):
+                if r in self.waiting:
+                    return
+                continue
             keep = self.limits.keep_free if self.running else 0
             while not self._ask(self.cache.admit, r, keep, out):
                 if r not in self.waiting or not self._oust_paused(out):
@@ -249,15 +255,15 @@ class Scheduler:
             n = r.num_new_tokens
             if self.limits.enable_chunked_prefill:
                 n = min(n, budget)
-            elif out.rows and n > budget:  # a whole prompt may exceed the budget only alone
-                self.cache.release(r)
-                r.num_computed_tokens = 0
-                return
             self.waiting.remove(r)
             r.status = Status.RUNNING
             insort(self.running, r, key=self.policy.key)
             out.rows.append(ScheduledRow(r, n))
             budget -= n
+
+    def _within(self, request: Request, budget: int) -> bool:
+        """A whole prompt may exceed the budget only alone."""
+        return self.cache.missing(request) <= budget
 
     def _oust_paused(self, out: SchedulerOutput) -> bool:
         """A request whose reader has stalled makes room for one that would run."""

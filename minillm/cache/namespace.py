@@ -91,6 +91,7 @@ class PublicPrefixes:
     def __init__(self, prefixes: Iterable[Sequence[int]], block_size: int):
         self.block_size = positive("block_size", block_size)
         self._tree: dict[tuple[int, ...], Any] = {}  # block -> the same, for the blocks that may follow it
+        self.num_blocks = 0  # all that may ever be shared
         for prefix in prefixes:
             tokens = tuple(prefix)
             if len(tokens) < block_size:
@@ -100,7 +101,9 @@ class PublicPrefixes:
                 )
             node = self._tree
             for at in range(0, len(tokens) - block_size + 1, block_size):
-                node = node.setdefault(tokens[at : at + block_size], {})
+                block = tokens[at : at + block_size]
+                self.num_blocks += block not in node
+                node = node.setdefault(block, {})
 
     def leading(self, tokens: Sequence[int]) -> int:
         """How many of the first tokens are public: whole blocks, O(tokens)."""

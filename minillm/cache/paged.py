@@ -112,9 +112,12 @@ class PagedCache:
         return self._num_free() + evictable - self.promised
 
     def capacity(self, tenant: str = "") -> int:
-        """The most blocks that a tenant's request may ever have: all but what others' floors keep."""
+        """The most blocks that a tenant's request may ever have: all but what others' floors keep, and the public
+        blocks that those may follow."""
         floors = {} if self.prefix is None else self.prefix.floors
-        return self.pool.num_blocks - sum(blocks for owner, blocks in floors.items() if owner != tenant)
+        kept = sum(blocks for owner, blocks in floors.items() if owner != tenant)
+        public = self.public.num_blocks if kept and self.public is not None else 0
+        return max(0, self.pool.num_blocks - kept - public)
 
     def check(self) -> None:
         """Raise MinillmError unless free + live + cached == total, and the parts agree with themselves."""
@@ -158,20 +161,27 @@ class PagedCache:
             found, _ = self.prefix.peek(request.tokens, self.namespace(request))  # not yet a use: it may not fit
             ids = self._judge_hit(found[:most])
             self._enter(ids)  # before anything is evicted for the rest
-        missing = self.blocks_for(request.num_tokens) - len(ids)
-        tight = missing + keep_free > self.available(request.tenant)
-        new = None if tight and len(self._users) > len(ids) else self._take(missing, request.tenant)
+        new: list[int] | None = None
+        try:
+            missing, alone = self.blocks_for(request.num_tokens) - len(ids), len(self._users) == len(ids)
+            if alone or missing + keep_free <= self.available(request.tenant):
+                new = self._take(missing, request.tenant, alone)
+            if new is not None and ids:
+                self.allocator.share(ids)
+        except BaseException:  # a learner's part: nothing of this admission may stay
+            self._leave(ids)
+            with contextlib.suppress(Exception):
+                self.allocator.free(new or [])
+            raise
         if new is None:
             self._leave(ids)
             return False
-        if ids:
-            self.allocator.share(ids)
-        if self.prefix is not None:
-            self.prefix.match(request.tokens, self.namespace(request))
         self._enter(new)
-        request.block_ids = [*ids, *new]
+        request.block_ids = [*ids, *new]  # from here on `release` gives everything back
         self._committed[request] = len(ids)
         request.num_computed_tokens = len(ids) * bs
+        if self.prefix is not None:
+            self.prefix.match(request.tokens, self.namespace(request))
         if ids:
             self.events.record("hit", request.request_id, tokens=len(ids) * bs, source="prefix")
         if self.tiers is not None:
@@ -179,6 +189,13 @@ class PagedCache:
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed_tokens
         return True
+
+    def missing(self, request: Request) -> int:
+        """Tokens that a step would have to compute were a waiting request admitted now, if no tier has any of them."""
+        hit = 0
+        if self.prefix is not None:
+            hit = self.prefix.peek(request.tokens, self.namespace(request))[1]
+        return request.num_tokens - min(hit, (request.num_tokens - 1) // self.pool.block_size * self.pool.block_size)
 
     def _judge_hit(self, ids: list[int]) -> list[int]:
         if len(set(ids)) != len(ids) or any(not 1 <= i <= self.pool.num_blocks for i in ids):
@@ -223,7 +240,7 @@ class PagedCache:
         missing = self.blocks_for(request.num_tokens if num_tokens is None else num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
-        new = self._take(missing, request.tenant)
+        new = self._take(missing, request.tenant, alone=len(self._users) == len(request.block_ids))
         if new is None:
             return False
         request.block_ids.extend(new)
@@ -233,8 +250,8 @@ class PagedCache:
     def _enter(self, ids: Sequence[int]) -> None:
         """These blocks stand in one more block table."""
         if self.prefix is not None:
-            self._live_cached += sum(i not in self._users and i in self.prefix for i in ids)
             self.prefix.lock(ids)
+            self._live_cached += sum(i not in self._users and i in self.prefix for i in ids)
         self._users.update(ids)
 
     def _leave(self, ids: Sequence[int]) -> None:
@@ -246,11 +263,12 @@ class PagedCache:
         if self.prefix is not None:
             self.prefix.unlock(ids)
 
-    def _take(self, n: int, tenant: str = "") -> list[int] | None:
-        """n blocks of nobody, evicting cached ones if need be; None if there are not so many."""
+    def _take(self, n: int, tenant: str, alone: bool) -> list[int] | None:
+        """n blocks of nobody, evicting cached ones if need be; None if there are not so many. alone: nobody but the
+        asking request runs."""
         short = n - self._num_free()
-        # With nobody running, `evictable` may be too careful where floors are set: look at what an eviction gives.
-        if short > 0 and self.prefix is not None and (short <= self.prefix.evictable(tenant) or not self._users):
+        # `evictable` may be too careful where floors are set. Nobody else can free a block: see what an eviction gives.
+        if short > 0 and self.prefix is not None and (alone or short <= self.prefix.evictable(tenant)):
             self.allocator.free(self.prefix.evict(short, tenant))
         if n > self._num_free():
             return None
@@ -307,7 +325,8 @@ class PagedCache:
         """Take all blocks from a running request. "swap": its full blocks went to a tier first; or "recompute"."""
         how = "recompute"
         if self.tiers is not None and self.preemption_mode != "recompute":
-            how = self._swap_out(request)
+            with contextlib.suppress(Exception):  # no memory for a copy: its tokens can be computed again
+                how = self._swap_out(request)
         self.release(request)
         request.num_computed_tokens = 0
         return how
@@ -328,8 +347,8 @@ class PagedCache:
             kept = self.tiers.put(*keys[i], payload) or kept
         if away and self.restore is not None:
             self.restore.observe_copy("host", len(away), time.perf_counter() - begun, write=True)
-        if self.prefix is None:
-            self._private[request] = keys
+        if self.prefix is None and full > len(self._private.get(request, ())):
+            self._private[request] = keys  # of all that it ever left there: it may come back with less
         return "swap" if full and (kept or not away) else "recompute"
 
     def forget(self, request: Request) -> None:
@@ -344,9 +363,9 @@ class PagedCache:
         key, packed = namespace.reader_key(len(tokens)), pack(tokens)
         if self.tiers.contains(key, packed) is not None:
             return
-        if self.restore is not None and self.preemption_mode != "swap":
-            if not self.restore.worth_keeping(context_before=len(tokens) - self.pool.block_size):
-                return
+        restore = None if self.preemption_mode == "swap" else self.restore
+        if restore is not None and not restore.worth_keeping(context_before=len(tokens) - self.pool.block_size):
+            return
         self.tiers.put(key, packed, self.pool.read_blocks([block])[0])
 
     # Whose is what ---------------------------------------------------------------------------------------------
