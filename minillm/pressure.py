@@ -83,9 +83,12 @@ def recomputed(events: Iterable[Event]) -> tuple[int, int]:
     return again, total
 
 
-def signature(events: Iterable[Event], block_size: int, limits: Limits | None = None) -> Signature:
+def signature(
+    events: Iterable[Event], block_size: int, limits: Limits | None = None, timed: bool = True
+) -> Signature:  # fmt: skip
     """Name what a log of one engine shows. limits: a step that is at one of them does not wait for memory.
 
+    timed: whether its seconds mean something; a shadow's do not, and then copies and jitter are not looked for.
     Raises MinillmError for a log without steps.
     """
     events = list(events)
@@ -96,8 +99,8 @@ def signature(events: Iterable[Event], block_size: int, limits: Limits | None = 
     wasted, memory_evidence = _fragmentation(events, steps, block_size, limits or Limits(1 << 30, 1 << 30))
     copying, moved = _copies(events, steps)
     lost = {
-        STORM: again / total if total else 0.0, FRAGMENTATION: wasted, COPIES: copying, JITTER: _jitter(steps, moved),
-    }  # fmt: skip
+        STORM: again / total if total else 0.0, FRAGMENTATION: wasted,
+    } | ({COPIES: copying, JITTER: _jitter(steps, moved)} if timed else {})  # fmt: skip
     ended = sum(e.kind == "finished" for e in events)
     evidence = {
         "tokens computed again": again, "tokens computed": total,

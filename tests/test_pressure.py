@@ -154,6 +154,13 @@ def test_a_few_slow_steps_and_a_few_preemptions_are_healthy():
     assert signature(decoding(slow=lambda i: 0.010 * rng.uniform(0.9, 1.1)), BS).kind == HEALTHY
 
 
+def test_seconds_that_mean_nothing_are_not_looked_at():
+    found = signature(jitter(), BS, timed=False)
+    assert found.kind == HEALTHY
+    assert set(found.lost) == {STORM, FRAGMENTATION}
+    assert signature(storm(), BS, timed=False).kind == STORM
+
+
 def test_a_log_without_steps_is_refused_in_words():
     with pytest.raises(MinillmError, match="no steps"):
         signature([], BS)
