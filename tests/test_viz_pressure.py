@@ -33,6 +33,12 @@ def test_the_pressure_figure_counts_what_the_log_says():
     assert tops == pytest.approx([100, 90, 80])  # free, cached, live, stacked
 
 
+def test_a_line_shows_how_much_of_the_pool_holds_tokens():
+    fig = pressure.pressure_figure({"one": log(8, ())}, block_size=4)
+    line = fig.axes[0].get_lines()[0]
+    assert list(line.get_ydata()) == pytest.approx([100 * (i + 1 + 5) / 40 for i in range(8)])  # a grows, b stays at 5
+
+
 def test_long_logs_are_thinned_and_every_preemption_is_still_marked():
     fig = pressure.pressure_figure({"long": log(2000, range(0, 2000, 10))})
     assert len(fig.axes[0].get_lines()[0].get_xdata()) == 200

@@ -20,8 +20,11 @@ from minillm.viz.block_tables import FREE
 POINTS = 240  # more points than pixels help nobody
 
 
-def pressure_figure(panels: Mapping[str, Sequence[Event]]) -> Figure:
-    """A row for each log: its pool by step, live below, cached, free on top; a mark where a request was sent back."""
+def pressure_figure(panels: Mapping[str, Sequence[Event]], block_size: int | None = None) -> Figure:
+    """A row for each log: its pool by step, live below, cached, free on top; a mark where a request was sent back.
+
+    block_size draws a line as well: the share of the pool's slots that hold a token.
+    """
     fig, axes = style.figure(9.0, 0.5 + 1.85 * len(panels), rows=len(panels))
     longest = max(sum(e.kind == "step" for e in log) for log in panels.values())
     for ax, (name, log) in zip(axes, panels.items(), strict=True):
@@ -35,6 +38,10 @@ def pressure_figure(panels: Mapping[str, Sequence[Event]]) -> Figure:
         ax.fill_between(x, 0, 100, color=FREE, linewidth=0)
         ax.fill_between(x, live, kept, facecolor="white", edgecolor=style.GREEN, hatch="////", linewidth=0.3)
         ax.fill_between(x, 0, live, color=style.BLUE, alpha=0.85, linewidth=0)
+        if block_size is not None:
+            full = [100 * m.tokens / (block_size * m.total) for m in pool]
+            line = [sum(full[i : i + every]) / len(full[i : i + every]) for i in x]
+            ax.plot(x, line, color=style.BLACK, linewidth=1.4)
         number = {m.step: i for i, m in enumerate(pool)}
         marks = sorted(number.get(e.step, len(pool)) for e in log if e.kind == "preempted")
         ax.plot(marks, [106] * len(marks), "|", color=style.VERMILLION, markersize=7, markeredgewidth=1.2)
@@ -53,7 +60,9 @@ def pressure_figure(panels: Mapping[str, Sequence[Event]]) -> Figure:
         Patch(facecolor=FREE, edgecolor=style.GREY, label="free"),
         axes[0].plot([], [], "|", color=style.VERMILLION, markersize=8, label="a request is sent back")[0],
     ]
-    fig.legend(handles=handles, ncols=4, loc="outside lower center", fontsize=style.SMALL, frameon=False)
+    if block_size is not None:
+        handles.insert(1, axes[0].plot([], [], color=style.BLACK, linewidth=1.4, label="holds tokens")[0])
+    fig.legend(handles=handles, ncols=len(handles), loc="outside lower center", fontsize=style.SMALL, frameon=False)
     return fig
 
 
@@ -65,6 +74,7 @@ def watermark_figure(shares: Sequence[float], rates: Sequence[float], sent_back:
         ax.plot(x, values, "-" + mark, color=color, linewidth=1.6, markersize=6)
         ax.set_xticks(list(x), [f"{100 * s:g}" for s in shares])
         ax.set_ylim(0, 1.14 * max(values))
+        ax.margins(x=0.09)
         for i, value in enumerate(values):
             style.label(ax, i, value, f"{value:,.0f}", color, dx=0, dy=10, ha="center")
     style.name_axes(left, "blocks left free at admission (%)", unit, "throughput")
@@ -85,7 +95,7 @@ def crossover_figure(
         color, mark = style.PALETTE[i % len(style.PALETTE)], style.MARKERS[i % len(style.MARKERS)]
         width = 2.6 if i == 0 else 1.6
         ax.plot(contexts, [1e3 * s for s in line], linestyle=style.LINES[i], color=color, linewidth=width)
-        style.label(ax, contexts[-1], 1e3 * line[-1], name, color, dx=8)
+        style.label(ax, contexts[-1], 1e3 * line[-1], name, color, dx=8, dy=(0, -7, 7)[i % 3])
         if measured and name in measured:
             ax.plot(contexts, [1e3 * s for s in measured[name]], mark, color=color, markersize=6.5)
     ax.set_xscale("log", base=2)
@@ -111,13 +121,10 @@ def break_even_figure(
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xlim(contexts[0] * 0.9, contexts[-1] * (contexts[-1] / contexts[0]) ** 0.4)
+    ax.set_ylim(top=2.5 * max(links.values()) / 1e9)
     style.plain_ticks(ax, contexts)
-    style.name_axes(
-        ax,
-        "tokens of the request",
-        "link, each way (GB/s)",
-        "a link above a card's line: swap; below: compute",
-    )
+    words = "a link above a card's line: swap; below: compute"
+    style.name_axes(ax, "tokens of the request", "link, each way (GB/s)", words)
     return fig
 
 
@@ -130,7 +137,7 @@ def signature_figure(points: Mapping[str, tuple[float, float]]) -> Figure:
         far = again > 0.6
         style.label(ax, 100 * again, 100 * useful, name, color, dx=-9 if far else 9, ha="right" if far else "left")
     ax.set(xlim=(-4, 100), ylim=(0, 106))
-    corners = {(2, 97): "", (72, 60): "storm:\nmemory full, work repeated", (14, 12): "fragmentation:\nmemory empty"}
+    corners = {(62, 66): "storm:\nmemory full, work repeated", (24, 12): "fragmentation:\nmemory empty"}
     for (x, y), words in corners.items():
         ax.text(x, y, words, fontsize=style.SMALL, color=style.GREY, style="italic", va="center")
     style.name_axes(ax, "tokens computed again (% of all computed)", "memory with tokens while others wait (%)")
