@@ -1,4 +1,6 @@
-"""What the host spends on a step before and after the device works: `schedule()`, and moving the counters. Lesson 09.
+"""What scheduling costs the host in a step: `schedule()`, and moving the counters. Lesson 09.
+
+Not in it: building the batch and the plan of the attention, sampling and text, which `bench single` accounts for.
 
 No model runs. 256 requests decode, others wait; in every step one request ends, one is admitted and one arrives, so all
 queues move and their lengths stay. A step's cost must not depend on how many wait: measured with 10, 1,000 and 100,000,
