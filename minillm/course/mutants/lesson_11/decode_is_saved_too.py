@@ -8,7 +8,7 @@ HINT = "the cache saves nothing of them"
 def predict() -> dict[str, float]:
     hit = 500 // 16 * 16
     saved = 15 * hit
-    prompt, rest, decode = 544 / 2000, (544 - hit) / 2000, 31 * 0.025
+    prompt, rest = 544 / 2000, (544 - hit) / 2000
     return {
         "hit_tokens": saved,
         "block_hit_rate": 100 * 15 * 31 / (16 * 34),

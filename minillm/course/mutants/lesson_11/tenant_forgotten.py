@@ -11,7 +11,6 @@ def block_keys(tokens: list[int], block_size: int, namespace: dict[str, Any], le
     model = tuple(namespace[part] for part in ("weights", "tokenizer", "template", "attention", "adapter"))
     keys = []
     for end in range(block_size, len(tokens) - leave + 1, block_size):
-        public = end <= namespace["public_tokens"]
         reader = ("everybody",)
         keys.append((model, reader, tuple(tokens[end - block_size : end])))
     return keys
