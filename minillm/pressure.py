@@ -59,7 +59,9 @@ def memory(events: Iterable[Event]) -> Iterator[Memory]:
     held: dict[str, int] = {}
     over: set[str] = set()
     for e in events:
-        if e.kind in ("finished", "aborted"):
+        if e.kind == "queued":  # an id may be used again, for another request
+            over.discard(e.request_id)
+        elif e.kind in ("finished", "aborted"):
             over.add(e.request_id)
             held.pop(e.request_id, None)
         elif e.kind == "preempted":
@@ -75,7 +77,9 @@ def recomputed(events: Iterable[Event]) -> tuple[int, int]:
     known: Counter[str] = Counter()  # request -> tokens that were computed at least once
     again = total = 0
     for e in events:
-        if e.kind == "step":
+        if e.kind == "queued":
+            known.pop(e.request_id, None)
+        elif e.kind == "step":
             for name, new, before in e.data["rows"]:
                 total += new
                 again += max(0, min(known[name], before + new) - before)

@@ -107,6 +107,17 @@ def test_storm_and_fragmentation_differ_in_named_evidence():
     assert signature(internal(), BS).evidence["memory free"] == 0
 
 
+def test_an_id_that_is_used_again_is_another_request():
+    """An engine's names are its caller's: the second "a" has computed nothing yet, and holds what it computes."""
+    queued = Event(0, 0.0, "queued", "a", {"prompt_tokens": 32, "priority": 0, "tenant": ""})
+    done = Event(0, 0.0, "finished", "a", {"reason": "length", "output_tokens": 1})
+    life = [queued, step(0, [("a", 32, 0)], 2), done, step(1, [], 0)]
+    twice = life + life
+    assert recomputed(twice) == (0, 64)
+    assert [m.tokens for m in memory(twice)] == [32, 0, 32, 0]
+    assert recomputed([e for e in twice if e.kind != "queued"]) == (32, 64), "the mutation: nobody says that it is new"
+
+
 def test_tokens_are_recomputed_from_their_second_time_on():
     log = [step(0, [("a", 8, 0)], 1), step(1, [("a", 4, 0)], 1), step(2, [("a", 6, 4), ("b", 3, 0)], 1)]
     assert recomputed(log) == (4 + 4, 8 + 4 + 6 + 3)
