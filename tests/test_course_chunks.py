@@ -130,3 +130,39 @@ def test_a_mounted_scheduler_gives_the_engines_text():
     got = [o.outputs[0].token_ids for o in mine.generate(texts, how, use_tqdm=False)]
     assert max(sum(n for _, n, _ in e.data["rows"]) for e in mine.engine.events.of("step")) == 8
     assert got == [o.outputs[0].token_ids for o in LLM(**small).generate(texts, how, use_tqdm=False)]
+
+
+def test_three_routes_by_which_a_long_request_slows_short_ones():
+    """Lesson 10's interview question, executed: arithmetic, order, memory; and which of them a budget closes."""
+
+    def run(chunked=True, blocks=400, first=False):
+        core = ShadowCore(blocks, 4, limits=Limits(8, 16, chunked))
+        long = core.request(range(200), 40, arrival=0.5 if first else 10.0)
+        shorts = [core.request([i] * 3, 60) for i in range(3)]
+        if first:
+            core.add(long)
+            for _ in range(14):
+                core.step()
+        for r in shorts:
+            core.add(r)
+        for _ in range(3):
+            core.step()
+        if not first:
+            core.add(long)
+        core.step()
+        late = core.request([7, 7], 2, arrival=20.0)
+        core.add(late)
+        core.finish_all()
+        steps = [{name: n for name, n, _ in e.data["rows"]} for e in core.events if e.kind == "step"]
+        started = next(i for i, rows in enumerate(steps) if shorts[0].request_id in rows)
+        lives = [rows for rows in steps[started:] if long.request_id in rows and rows[long.request_id] > 1]
+        alone = sum(shorts[0].request_id not in rows for rows in lives)
+        begins = next(i for i, rows in enumerate(steps) if late.request_id in rows)
+        ends = max((i for i, rows in enumerate(steps) if rows.get(long.request_id, 0) > 1), default=0)
+        return alone, begins >= ends, sum(r.num_preemptions for r in shorts)
+
+    assert run(chunked=False)[0] == 1  # arithmetic: one step in which no stream moves
+    assert run()[0] == 0  # closed by the budget
+    assert run()[1]  # order: the newcomer begins when the document is done, budget or not
+    assert run(first=True)[2] == 0
+    assert run(blocks=70, first=True)[2] > 0  # memory: short ones give up their blocks
