@@ -22,7 +22,7 @@ from minillm.cache.pool import KVPool, dequantize_kv, quantize_kv
 def block_table(rows: Sequence[Row], device: str | torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """[len(rows), longest table]; short tables are padded with block 0."""
     longest = max(len(row.blocks) for row in rows)
-    table = np.zeros((len(rows), longest), dtype=np.int64)  # filled row by row: a list of lists takes torch thrice as long
+    table = np.zeros((len(rows), longest), dtype=np.int64)  # row by row: lists of lists take thrice as long
     for i, row in enumerate(rows):
         table[i, : len(row.blocks)] = row.blocks
     return torch.from_numpy(table).to(device=device, dtype=dtype)
