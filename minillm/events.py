@@ -1,6 +1,7 @@
 """What the engine did and when: one plain record an event. Lessons 09 to 12 draw them, metrics count them.
 
-A log is a bounded list. `minillm.viz.timeline(log)` is its picture, `EventLog.to_jsonl` its file.
+A log is a list, bounded in events and in rows of steps. `minillm.viz.timeline(log)` is its picture,
+`EventLog.to_jsonl` its file.
 
 kind         data
 queued       prompt_tokens, priority, tenant
@@ -26,6 +27,7 @@ from typing import Any
 from minillm.errors import MinillmError
 
 MAX_EVENTS = 100_000
+MAX_ROWS = 1_000_000  # of all steps in a log: 100,000 steps of 256 requests would be gigabytes
 KINDS = ("queued", "refused", "hit", "first_token", "preempted", "finished", "aborted", "step")
 
 
@@ -41,16 +43,28 @@ class Event:
 
 
 class EventLog:
-    """The last `maxlen` events, oldest first. maxlen 0 keeps none: recording then costs next to nothing."""
+    """The last events, oldest first: at most `maxlen`, with at most `max_rows` rows of steps between them.
 
-    def __init__(self, maxlen: int = MAX_EVENTS, clock: Callable[[], float] = time.perf_counter):
+    The newest is kept whatever it holds. maxlen 0 keeps none: recording then costs next to nothing.
+    """
+
+    def __init__(
+        self, maxlen: int = MAX_EVENTS, clock: Callable[[], float] = time.perf_counter, max_rows: int = MAX_ROWS
+    ):
         self.events: deque[Event] = deque(maxlen=maxlen)
-        self.clock = clock
+        self.clock, self.max_rows = clock, max_rows
         self.step = 0
+        self._rows = 0
 
     def record(self, kind: str, request_id: str = "", **data: Any) -> None:
         if self.events.maxlen:
-            self.events.append(Event(self.step, self.clock(), kind, request_id, data))
+            self._append(Event(self.step, self.clock(), kind, request_id, data))
+
+    def _append(self, event: Event) -> None:
+        self._rows += _rows(event)
+        while self.events and (len(self.events) == self.events.maxlen or self._rows > self.max_rows):
+            self._rows -= _rows(self.events.popleft())
+        self.events.append(event)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(list(self.events))
@@ -63,6 +77,7 @@ class EventLog:
 
     def clear(self) -> None:
         self.events.clear()
+        self._rows = 0
 
     def to_jsonl(self) -> str:
         return "".join(json.dumps(asdict(e)) + "\n" for e in self)
@@ -73,11 +88,15 @@ class EventLog:
         log = cls()
         for n, line in enumerate(text.splitlines(), 1):
             try:
-                log.events.append(Event(**json.loads(line)))
-            except (ValueError, TypeError) as error:
+                log._append(Event(**json.loads(line)))
+            except (ValueError, TypeError, AttributeError) as error:
                 raise MinillmError(f"line {n} is not an event ({error}): {line:.80}") from None
         log.step = max((e.step for e in log), default=0)
         return log
+
+
+def _rows(event: Event) -> int:
+    return len(event.data.get("rows", ()))
 
 
 def by_request(events: Iterable[Event]) -> dict[str, list[Event]]:
