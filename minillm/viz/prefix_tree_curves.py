@@ -45,14 +45,13 @@ def hit_curve_figure(
 
 
 def found_figure(found: Mapping[str, Mapping[str, float]], title: str = "") -> Figure:
-    """Bars: share of prompt tokens that is found, for each workload (rows) and each way to run it (colours)."""
-    ways = list(dict.fromkeys(way for shares in found.values() for way in shares))
+    """Bars: share of prompt tokens that is found, for each workload and, below each other, each way to write it."""
     fig, (ax,) = style.figure(8.0, 1.0 + 0.3 * sum(len(s) + 1 for s in found.values()))
     y, ticks = 0.0, []
     for shares in found.values():
         start = y
-        for way, share in shares.items():
-            ax.barh(-y, 100 * share, height=0.8, color=style.PALETTE[ways.index(way)], label=way)
+        for i, (way, share) in enumerate(shares.items()):
+            ax.barh(-y, 100 * share, height=0.8, color=style.PALETTE[i % len(style.PALETTE)])
             style.label(ax, 100 * share, -y, f"{share:.0%} {way}")
             y += 1
         ticks.append(-(start + y - 1) / 2)
