@@ -98,9 +98,24 @@ def test_the_mounted_reference_conforms(check):
     assert faults(PART, [check]) == {}
 
 
-WRONG = [tree.AnyPlace, tree.AllOrNothing, tree.OverTheGap, tree.TwinsReplace, tree.TakesAll, tree.TwinEnds,
-         tree.FirstOnly, tree.OldestFirst, tree.MostRecent, tree.Unmarked, tree.LastMarked, tree.HeldLeaves, tree.OneRound,
-         tree.StopsAtHeld, tree.AllOrNone, tree.StillFound]  # fmt: skip
+WRONG = [
+    tree.AnyPlace,
+    tree.AllOrNothing,
+    tree.OverTheGap,
+    tree.TwinsReplace,
+    tree.TakesAll,
+    tree.TwinEnds,
+    tree.FirstOnly,
+    tree.OldestFirst,
+    tree.MostRecent,
+    tree.Unmarked,
+    tree.LastMarked,
+    tree.HeldLeaves,
+    tree.OneRound,
+    tree.StopsAtHeld,
+    tree.AllOrNone,
+    tree.StillFound,
+]
 
 
 @pytest.mark.parametrize("kind", WRONG)
