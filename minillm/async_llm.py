@@ -6,8 +6,8 @@
 
 The step loop runs in a thread of its own and owns the engine; callers only send it commands (add, abort, resume) and
 get what a step gave. Two things follow. Cancelling is leaving the `async for`: the next step no longer has the request,
-and its blocks are free. And back-pressure: a reader that stalls fills its own bounded buffer, its request is paused, and
-nobody else notices.
+and its blocks are free. And back-pressure: a reader that stalls fills its own bounded buffer, its request is paused,
+and nobody else notices.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from minillm.core import Delta, EngineCore
 from minillm.errors import MinillmError, RequestError
-from minillm.llm import Face, Prompt
+from minillm.llm import Face, Given, Prompt
 from minillm.models.hub import EMBEDDED
+from minillm.models.tokenizer import Message
 from minillm.request import Request, RequestOutput, SamplingParams
 
 MAX_BUFFERED = 64  # tokens that a stream may be ahead of its reader
 IDLE_WAIT_S = 0.02  # between looks at deadlines and paused requests when nothing can run
-Command = Callable[[], None]
+Item = tuple[Request, str, int, bool]  # request, new text, tokens so far, whether that is all
 
 
 class Stream:
@@ -38,29 +39,37 @@ class Stream:
     `given` is written by the engine's thread alone, `taken` by the reader's: no lock is needed to compare them.
     """
 
-    def __init__(self, requests: list[Request], loop: asyncio.AbstractEventLoop, limit: int):
-        self.requests, self.loop, self.limit = requests, loop, limit
+    def __init__(self, name: str, requests: list[Request], loop: asyncio.AbstractEventLoop, limit: int | None):
+        self.name, self.requests, self.loop, self.limit = name, requests, loop, limit
         self.given = self.taken = 0
         self.paused = False  # engine's thread
-        self.arrived: list[tuple[Request, str, int, bool]] = []  # request, text, tokens so far, whether that is all
+        self.arrived: list[Item] = []
         self.wake = asyncio.Event()
         self.failure: BaseException | None = None
 
-    def deliver(self, items: list[tuple[Request, str, int, bool]], failure: BaseException | None = None) -> None:
+    def deliver(self, items: list[Item], failure: BaseException | None = None) -> None:
         """On the reader's loop."""
         self.arrived += items
         self.failure = self.failure or failure
         self.wake.set()
 
 
+Command = tuple[Callable[[Stream], None], Stream]
+
+
 class AsyncLLM(Face):
-    """Takes the options of `LLM`, and max_buffered: tokens that a stream may be ahead of its reader."""
+    """Takes the options of `LLM`, and max_buffered: tokens that a stream may be ahead of its reader (64).
+
+    A scheduler of your own may leave `pause` out. Then streams are not bounded, and max_buffered is refused.
+    """
 
     def __init__(
         self, model: str | os.PathLike[str] = EMBEDDED, *, parts: Mapping[str, Any] | None = None,
-        max_buffered: int = MAX_BUFFERED, **config: Any,
+        max_buffered: int | None = None, **config: Any,
     ):  # fmt: skip
-        if isinstance(max_buffered, bool) or not isinstance(max_buffered, int) or max_buffered < 1:
+        if max_buffered is not None and (
+            isinstance(max_buffered, bool) or not isinstance(max_buffered, int) or max_buffered < 1
+        ):
             raise MinillmError(f"max_buffered must be a whole number of tokens, at least 1, got {max_buffered!r}")
         super().__init__(model, parts=parts, **config)
         if self.engine.core is None:
@@ -68,10 +77,14 @@ class AsyncLLM(Face):
                 "AsyncLLM serves requests as they come; it needs kv_cache='paged' and no static batching"
             )
         self.core: EngineCore = self.engine.core
-        self.max_buffered = max_buffered
+        pauses = callable(getattr(self.core.scheduler, "pause", None))
+        if max_buffered is not None and not pauses:
+            raise MinillmError("max_buffered needs a scheduler with pause(request, paused), and parts' has none")
+        self.max_buffered = (max_buffered or MAX_BUFFERED) if pauses else None
         self.dead: BaseException | None = None  # why the engine's thread has ended, if it has
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._streams: dict[Request, Stream] = {}  # engine's thread
+        self._paused: set[Stream] = set()  # engine's thread
         self._ids: set[str] = set()  # of requests under way
         self._number = itertools.count()
         self._door = threading.Lock()  # make_request counts, and callers may be in several threads
@@ -86,8 +99,8 @@ class AsyncLLM(Face):
     ) -> AsyncIterator[RequestOutput]:  # fmt: skip
         """The output so far, again and again until it is finished. Leaving the loop early cancels the request.
 
-        Raises RequestError for bad input, and MinillmError when a step failed. deadline_s: seconds after which a
-        request that has not begun never does; its finish_reason is then "abort".
+        Raises RequestError for bad input, and MinillmError when a step failed. priority, tenant, deadline_s: as in
+        `LLM.generate`; a request whose deadline passed before it began ends with finish_reason "abort".
         """
         params = sampling_params if sampling_params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -95,40 +108,48 @@ class AsyncLLM(Face):
         text, ids = self._tokens(prompt)
         name = self._claim(request_id)
         try:
+            whose: dict[str, Any] = {"priority": priority, "tenant": tenant, "deadline_s": deadline_s}
             with self._door:
-                requests = self._requests(ids, params, priority=priority, tenant=tenant, deadline_s=deadline_s)
-            for i, r in enumerate(requests):
-                r.request_id = name if len(requests) == 1 else f"{name}-{i}"
-            stream = Stream(requests, asyncio.get_running_loop(), self.max_buffered)
-            self._send(lambda: self._add(stream))
+                requests = self._requests(ids, params, name, **whose)
+            stream = Stream(name, requests, asyncio.get_running_loop(), self.max_buffered)
+            self._send(self._add, stream)
             try:
                 async for output in self._read(text, stream):
                     output.request_id = name
                     yield output
             finally:
-                self._send(lambda: self._abort(stream), even_if_dead=True)
+                self._send(self._abort, stream, even_if_dead=True)
         finally:
             self._ids.discard(name)
 
+    async def chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None,
+        request_id: str | None = None, *, add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None, priority: int = 0, tenant: str = "",
+        deadline_s: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:  # fmt: skip
+        """Answer one conversation, [{"role": ..., "content": ...}, ...]. Otherwise as `generate`."""
+        (prompt,) = self._conversations([messages], add_generation_prompt, chat_template_kwargs)
+        whose: dict[str, Any] = {"priority": priority, "tenant": tenant, "deadline_s": deadline_s}
+        async with contextlib.aclosing(self.generate(prompt, sampling_params, request_id, **whose)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                yield output
+
     async def _read(self, text: str | None, stream: Stream) -> AsyncIterator[RequestOutput]:
-        texts, counts = dict.fromkeys(stream.requests, ""), dict.fromkeys(stream.requests, 0)
-        ended: set[Request] = set()
-        while len(ended) < len(stream.requests):
+        given = {r: Given() for r in stream.requests}
+        while not all(g.ended for g in given.values()):
             await stream.wake.wait()
             stream.wake.clear()
             items, stream.arrived = stream.arrived, []
             for r, piece, count, last in items:
-                texts[r] += piece
-                counts[r] = count
-                if last:
-                    ended.add(r)
+                given[r].take(r, piece, count, last)
             if items:
-                yield self._output(text, stream.requests, texts, counts, ended)
+                yield self._output(text, given)
                 stream.taken += len(items)  # only now: the reader has come back for more
-                if stream.paused and stream.given - stream.taken <= stream.limit // 2:
-                    self._send(lambda: self._resume(stream), even_if_dead=True)
+                if stream.paused and stream.limit and stream.given - stream.taken <= stream.limit // 2:
+                    self._send(self._resume, stream, even_if_dead=True)
             if stream.failure is not None:
-                raise MinillmError(str(stream.failure)) from stream.failure
+                raise MinillmError(_words(stream.failure)) from stream.failure
 
     def shutdown(self, timeout_s: float = 10.0) -> None:
         """End every request and the engine's thread. A second time, nothing."""
@@ -151,10 +172,10 @@ class AsyncLLM(Face):
         self._ids.add(name)
         return name
 
-    def _send(self, command: Command, even_if_dead: bool = False) -> None:
+    def _send(self, command: Callable[[Stream], None], stream: Stream, even_if_dead: bool = False) -> None:
         if self.dead is not None and not even_if_dead:
             raise MinillmError(f"the engine has ended: {self.dead}") from self.dead
-        self._commands.put(command)
+        self._commands.put((command, stream))
         if self.dead is not None and not even_if_dead:  # it ended in between, and nobody will hear
             raise MinillmError(f"the engine has ended: {self.dead}") from self.dead
 
@@ -164,10 +185,11 @@ class AsyncLLM(Face):
         try:
             while self._obey(wait=not self.core.has_work):
                 self._distribute(self.core.step())
-                if self.core.idle_steps:  # everybody is paused, or waits for one who is
-                    self.core.idle_steps = 0
-                    if not self._obey(wait=True, timeout=IDLE_WAIT_S):
-                        break
+                for stream in [s for s in self._paused if s.loop.is_closed()]:  # it will not ask for more
+                    self._forget(stream)
+                # Nothing could run: everybody is paused, or the scheduler is at fault, which the core counts and tells.
+                if self.core.idle_steps and not self._obey(wait=True, timeout=IDLE_WAIT_S):
+                    break
             self._end(MinillmError("it was shut down"))
         except BaseException as error:  # nothing may be left waiting for a thread that is gone
             self._end(error)
@@ -179,9 +201,18 @@ class AsyncLLM(Face):
                 command = self._commands.get(block=wait, timeout=timeout)
                 if command is None:
                     return False
-                command()
+                self._guarded(*command)
                 wait = False
         return True
+
+    def _guarded(self, command: Callable[[Stream], None], stream: Stream) -> None:
+        """A command may fail in a learner's part. That is its stream's end, and nobody else's."""
+        try:
+            command(stream)
+        except Exception as error:
+            with contextlib.suppress(Exception):  # one fault is told at a time
+                self._abort(stream)
+            self._tell(stream, [], error)
 
     def _add(self, stream: Stream) -> None:
         for r in stream.requests:
@@ -189,25 +220,27 @@ class AsyncLLM(Face):
             self.core.add(r)
 
     def _abort(self, stream: Stream) -> None:
+        self._paused.discard(stream)
+        for r in stream.requests:
+            self._streams.pop(r, None)
         for r in stream.requests:
             self.core.abort(r)
-            self._streams.pop(r, None)
             self.core.failures.pop(r, None)
 
     def _resume(self, stream: Stream) -> None:
         if stream.paused:
-            stream.paused = False
             self._pause(stream, False)
 
-    def _pause(self, stream: Stream, paused: bool) -> None:
-        pause = getattr(self.core.scheduler, "pause", None)
+    def _pause(self, stream: Stream, paused: bool = True) -> None:
+        stream.paused = paused
+        (self._paused.add if paused else self._paused.discard)(stream)
         for r in stream.requests:
-            if pause is not None and r in self.core.outputs:
-                pause(r, paused)
+            if r in self.core.outputs:
+                self.core.scheduler.pause(r, paused)  # type: ignore[attr-defined]
 
     def _distribute(self, step: list[Delta]) -> None:
         """Hand a step's text to its readers: one call a stream, from their own loops."""
-        shares: dict[Stream, list[tuple[Request, str, int, bool]]] = {}
+        shares: dict[Stream, list[Item]] = {}
         for r, text in step:
             if (stream := self._streams.get(r)) is not None:
                 shares.setdefault(stream, []).append((r, text, len(r.output_token_ids), r.finished))
@@ -217,11 +250,27 @@ class AsyncLLM(Face):
                 if last:
                     self._streams.pop(r, None)
             stream.given += len(items)
-            if not stream.paused and stream.given - stream.taken >= stream.limit:
-                stream.paused = True
-                self._pause(stream, True)
-            with contextlib.suppress(RuntimeError):  # its loop is closed: nobody reads any more
-                stream.loop.call_soon_threadsafe(stream.deliver, items, failure)
+            if stream.limit and not stream.paused and stream.given - stream.taken >= stream.limit:
+                try:  # before its reader is told, who would otherwise not know that there is something to resume
+                    self._pause(stream)
+                except Exception as error:  # a learner's scheduler
+                    failure = failure or error
+                    with contextlib.suppress(Exception):
+                        self._abort(stream)
+            self._tell(stream, items, failure)
+
+    def _tell(self, stream: Stream, items: list[Item], failure: BaseException | None) -> None:
+        try:
+            stream.loop.call_soon_threadsafe(stream.deliver, items, failure)
+        except RuntimeError:  # its loop is closed: nobody reads any more
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        """Nobody is there to cancel it: its generator died with its loop."""
+        self._ids.discard(stream.name)
+        self._paused.discard(stream)
+        with contextlib.suppress(Exception):
+            self._abort(stream)
 
     def _end(self, error: BaseException) -> None:
         self.dead = error
@@ -234,12 +283,14 @@ class AsyncLLM(Face):
             while True:
                 command = self._commands.get(block=False)
                 if command is not None:
-                    with contextlib.suppress(Exception):
-                        command()
+                    self._guarded(*command)
         streams |= set(self._streams.values())
         for r in list(self.core.outputs):
             with contextlib.suppress(Exception):
                 self.core.abort(r, str(failure))
         for stream in streams:
-            with contextlib.suppress(RuntimeError):
-                stream.loop.call_soon_threadsafe(stream.deliver, [], failure)
+            self._tell(stream, [], failure)
+
+
+def _words(failure: BaseException) -> str:
+    return str(failure) if isinstance(failure, MinillmError) else f"{type(failure).__name__}: {failure}"

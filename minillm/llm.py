@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from minillm.engine import Engine, load_engine
@@ -21,6 +22,23 @@ from minillm.models.tokenizer import Message, Tokenizer
 from minillm.request import CompletionOutput, Request, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+@dataclass
+class Given:
+    """What a request has given so far: its text, its tokens' number, and the sum of the chosen ones' logprobs."""
+
+    text: str = ""
+    count: int = 0
+    logprob: float = 0.0
+    ended: bool = False
+
+    def take(self, request: Request, piece: str, count: int, ended: bool) -> None:
+        """A piece of text, with which there are `count` tokens. O(what is new)."""
+        self.text += piece
+        for i in range(self.count, min(count, len(request.logprobs))):
+            self.logprob += request.logprobs[i][request.output_token_ids[i]].logprob
+        self.count, self.ended = count, ended
 
 
 class Face:
@@ -56,29 +74,41 @@ class Face:
             return prompt, self.get_tokenizer().encode(prompt)
         return None, _token_ids(prompt)
 
-    def _requests(self, ids: Sequence[int], params: SamplingParams, **whose: Any) -> list[Request]:
-        return [self.engine.make_request(ids, params, index, **whose) for index in range(params.n)]
+    def _requests(
+        self, ids: Sequence[int], params: SamplingParams, request_id: str | None = None, **whose: Any
+    ) -> list[Request]:
+        """One for each of the n completions. An id of several is numbered: "mine-0", "mine-1"."""
+        name = lambda index: request_id if request_id is None or params.n == 1 else f"{request_id}-{index}"
+        return [self.engine.make_request(ids, params, i, request_id=name(i), **whose) for i in range(params.n)]
 
-    def _output(
-        self, text: str | None, requests: Sequence[Request], texts: Mapping[Request, str],
-        counts: Mapping[Request, int] | None = None, ended: Collection[Request] | None = None,
-    ) -> RequestOutput:  # fmt: skip
-        """What a prompt has given: everything, or the first counts[r] tokens while only `ended` have ended."""
-        first, done = requests[0], set(requests if ended is None else ended)
-        outputs = []
-        for index, r in enumerate(requests):
-            n = len(r.output_token_ids) if counts is None else counts[r]
-            finish, stop = (r.finish_reason, r.stop_reason) if r in done else (None, None)
-            logprobs = r.logprobs[:n] if r.params.logprobs is not None else None
-            chosen = [entry[t].logprob for entry, t in zip(logprobs or [], r.output_token_ids, strict=False)]
+    def _conversations(
+        self, conversations: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any] | None
+    ) -> list[Prompt]:
+        """Each as the chat template writes it."""
+        variables = {} if variables is None else variables
+        if not isinstance(variables, Mapping) or not all(isinstance(key, str) for key in variables):
+            raise RequestError("chat_template_kwargs", f"expected {{name: value}}, got {variables!r:.80}")
+        variables = {"add_generation_prompt": add_generation_prompt, **variables}
+        tokenizer = self.get_tokenizer()
+        texts = [tokenizer.render_chat(c, **variables) for c in conversations]
+        return [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
+
+    def _output(self, text: str | None, given: Mapping[Request, Given]) -> RequestOutput:
+        """What a prompt has given so far. Copies the token ids, so that they do not grow under their reader."""
+        requests = list(given)
+        first, outputs = requests[0], []
+        for index, (r, so_far) in enumerate(given.items()):
+            finish, stop = (r.finish_reason, r.stop_reason) if so_far.ended else (None, None)
+            asked = r.params.logprobs is not None
             outputs.append(
                 CompletionOutput(
-                    index=index, text=texts[r], token_ids=r.output_token_ids[:n],
+                    index=index, text=so_far.text, token_ids=r.output_token_ids[: so_far.count],
                     finish_reason=finish, stop_reason=stop,
-                    cumulative_logprob=sum(chosen) if logprobs is not None else None, logprobs=logprobs,
+                    cumulative_logprob=so_far.logprob if asked else None,
+                    logprobs=r.logprobs[: so_far.count] if asked else None,
                 )
             )  # fmt: skip
-        metrics, finished = {}, len(done) == len(requests)
+        metrics, finished = {}, all(g.ended for g in given.values())
         begun = [t for r in requests if (t := r.times.get("first_token", r.times.get("finished"))) is not None]
         if begun:
             metrics["time_to_first_token"] = min(begun) - first.arrival
@@ -98,25 +128,29 @@ class LLM(Face):
         *,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = "",
+        deadline_s: float | Sequence[float | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, or {"prompt": text} or {"prompt_token_ids": ids}. One
         `SamplingParams` serves all prompts; a list gives each its own. Nothing runs when any input is wrong.
-        priority (smaller first, read by scheduling_policy="priority") and tenant (whose cached prefixes it may use) are
-        one for all, or a list.
+
+        priority (smaller first; read by scheduling_policy="priority"), tenant (whose cached prefixes it may use) and
+        deadline_s (seconds after which a request that has not begun never does: finish_reason "abort") are one for
+        all, or a list with one for each.
         """
         many = _as_list(prompts)
         each = zip(
             many, _params_for(sampling_params, len(many)), _one_each("priority", priority, int, len(many)),
-            _one_each("tenant", tenant, str, len(many)), strict=True,
+            _one_each("tenant", tenant, str, len(many)),
+            _one_each("deadline_s", deadline_s, (int, float, type(None)), len(many)), strict=True,
         )  # fmt: skip
         jobs = []
-        for prompt, params, first, owner in each:
+        for prompt, params, first, owner, due in each:
             text, ids = self._tokens(prompt)
-            jobs.append((text, self._requests(ids, params, priority=first, tenant=owner)))
-        texts = self._run([r for _, group in jobs for r in group], use_tqdm)
-        return [self._output(text, group, texts) for text, group in jobs]
+            jobs.append((text, self._requests(ids, params, priority=first, tenant=owner, deadline_s=due)))
+        given = self._run([r for _, group in jobs for r in group], use_tqdm)
+        return [self._output(text, {r: given[r] for r in group}) for text, group in jobs]
 
     def chat(
         self,
@@ -126,28 +160,34 @@ class LLM(Face):
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
+        deadline_s: float | Sequence[float | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of conversations."""
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of conversations.
+
+        priority, tenant and deadline_s: as in `generate`.
+        """
         many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping | str)
         conversations: Any = messages if many else [messages]
-        variables = {} if chat_template_kwargs is None else chat_template_kwargs
-        if not isinstance(variables, Mapping) or not all(isinstance(key, str) for key in variables):
-            raise RequestError("chat_template_kwargs", f"expected {{name: value}}, got {variables!r:.80}")
-        variables = {"add_generation_prompt": add_generation_prompt, **variables}
-        tokenizer = self.get_tokenizer()
-        texts = [tokenizer.render_chat(c, **variables) for c in conversations]
-        prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        prompts = self._conversations(conversations, add_generation_prompt, chat_template_kwargs)
+        whose: dict[str, Any] = {"priority": priority, "tenant": tenant, "deadline_s": deadline_s}
+        return self.generate(prompts, sampling_params, use_tqdm, **whose)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is generated.
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
+        priority: int = 0, tenant: str = "", deadline_s: float | None = None,
+    ) -> Iterator[str]:  # fmt: skip
+        """The text of one completion, piece by piece as it is generated. priority, tenant, deadline_s: see `generate`.
 
-        Input is judged at the call; a request that fails later raises MinillmError from the iterator.
+        Input is judged at the call; a request that fails later raises MinillmError from the iterator. One whose
+        deadline passed before it began gives no text.
         """
         (params,) = _params_for(sampling_params, 1)
         if params.n != 1:
             raise RequestError("n", f"a stream carries one completion, got n={params.n}; use generate()")
-        requests = self._requests(self._tokens(prompt)[1], params)
+        ids = self._tokens(prompt)[1]
+        requests = self._requests(ids, params, priority=priority, tenant=tenant, deadline_s=deadline_s)
         return self._stream(requests)
 
     def _stream(self, requests: list[Request]) -> Iterator[str]:
@@ -159,8 +199,8 @@ class LLM(Face):
                     if r.finish_reason == "error":
                         raise MinillmError(str(r.stop_reason))
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[Request, str]:
-        """Run to the end; the text of each request."""
+    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[Request, Given]:
+        """Run to the end; what each request gave."""
         from tqdm.auto import tqdm
 
         pieces: dict[Request, list[str]] = {r: [] for r in requests}
@@ -178,7 +218,10 @@ class LLM(Face):
                 if done:
                     bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                     bar.update(done)
-        return {r: "".join(deltas) for r, deltas in pieces.items()}
+        given = {r: Given() for r in requests}
+        for r, deltas in pieces.items():
+            given[r].take(r, "".join(deltas), len(r.output_token_ids), ended=True)
+        return given
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -202,12 +245,13 @@ def _token_ids(prompt: Any) -> Sequence[int]:
     return list(ids)
 
 
-def _one_each(name: str, value: Any, kind: type, count: int) -> list[Any]:
-    """One value for all prompts, or a list with one for each."""
+def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) -> list[Any]:
+    """One value for all prompts, or a list with one for each; `make_request` judges the values themselves."""
     if isinstance(value, kind):
         return [value] * count
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
-        raise RequestError(name, f"expected one {kind.__name__} or a list of {count}, got {value!r:.80}")
+        what = "one text" if kind is str else "one number"
+        raise RequestError(name, f"expected {what} or a list of {count}, got {value!r:.80}")
     return list(value)
 
 

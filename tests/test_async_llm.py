@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import random
 import shutil
 import threading
+import time
 
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from minillm import LLM, AsyncLLM, MinillmError, SamplingParams
+from minillm.async_llm import IDLE_WAIT_S
+from minillm.core import MAX_IDLE_STEPS
 from minillm.errors import RequestError
+from minillm.llm import Given
+from minillm.models.detokenizer import IncrementalDetokenizer
+from minillm.policy import FirstCome
+from minillm.scheduler import Scheduler, SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[5, 6], [7] * 20, [8], [9] * 33, [10, 11, 12]]
@@ -207,6 +216,7 @@ def test_bad_input_is_refused_before_anything_is_queued(make):
     async def main():
         for prompt, how, field in (
             ([], {}, "prompt"), ([999], {}, "prompt"), (5, {}, "prompt"), ([1], {"priority": "high"}, "priority"),
+            ([1], {"priority": 1}, "priority"),
             ([1], {"deadline_s": 0}, "deadline_s"), ([1], {"tenant": 5}, "tenant"),
             ([1], {"request_id": 5}, "request_id"),
             ([1], {"sampling_params": {"n": 2}}, "sampling_params"),
@@ -281,3 +291,242 @@ def test_two_loops_in_two_threads_share_the_engine(make, alone):
     for t in threads:
         t.join(60)
     assert results == {i: a.token_ids for i, a in enumerate(alone)}
+
+
+# A fault of one stream, and of nobody else ----------------------------------------------------------------------
+
+
+class Kept(Scheduler):
+    """A learner's scheduler that queues and never schedules."""
+
+    def schedule(self):
+        return SchedulerOutput()
+
+
+class KeyFails(FirstCome):
+    def key(self, request):
+        if request.tenant == "bad":
+            raise KeyError("no such tenant")
+        return super().key(request)
+
+
+class AddFails(Scheduler):
+    def add(self, request):
+        if request.tenant == "bad":
+            raise KeyError("no such tenant")
+        super().add(request)
+
+
+class NoPause:
+    """A learner's scheduler with what the protocol asks for, and nothing else."""
+
+    def __init__(self, *arguments):
+        self._inner = Scheduler(*arguments)
+        self.add, self.schedule, self.finish = self._inner.add, self._inner.schedule, self._inner.finish
+
+    running = property(lambda self: self._inner.running)
+    num_waiting = property(lambda self: self._inner.num_waiting)
+
+
+class PauseFails(Scheduler):
+    def pause(self, request, paused=True):
+        raise KeyError("cannot pause")
+
+
+def test_a_scheduler_that_schedules_nothing_ends_the_stream_in_words(make):
+    llm = make(parts={"scheduler": Kept})
+
+    async def main():
+        with pytest.raises(MinillmError, match="scheduled nothing"):
+            await last(llm.generate([5], GREEDY))
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_an_engine_whose_readers_all_stall_neither_spins_nor_fails(make, alone):
+    llm, steps = make(max_buffered=2), []
+    step = llm.core.step
+
+    def counted():
+        steps.append(time.monotonic())
+        return step()
+
+    llm.core.step = counted
+
+    async def main():
+        streams = [llm.generate(p, GREEDY) for p in PROMPTS[:2]]
+        for s in streams:
+            await anext(s)
+        while len(llm._paused) < 2:
+            await asyncio.sleep(0.001)
+        del steps[:]
+        while len(steps) < 3 * MAX_IDLE_STEPS:  # long enough to be taken for a fault
+            await asyncio.sleep(0.01)
+        assert all(b - a >= 0.9 * IDLE_WAIT_S for a, b in itertools.pairwise(steps))  # it waits in between
+        assert [(await last(s)).outputs[0].token_ids for s in streams] == [a.token_ids for a in alone[:2]]
+        assert await settled(llm)
+
+    run(main())
+
+
+@pytest.mark.parametrize("parts", [{"policy": KeyFails()}, {"scheduler": AddFails}])
+def test_a_part_that_fails_for_one_request_fails_that_stream_alone(make, alone, parts):
+    llm = make(parts=parts)
+
+    async def main():
+        bad = last(llm.generate(PROMPTS[0], GREEDY.replace(n=2), tenant="bad"))
+        results = await asyncio.gather(last(llm.generate(PROMPTS[1], GREEDY)), bad, return_exceptions=True)
+        assert results[0].outputs[0].token_ids == alone[1].token_ids
+        assert isinstance(results[1], MinillmError)
+        assert "no such tenant" in str(results[1])
+        assert (await last(llm.generate(PROMPTS[2], GREEDY))).outputs[0].token_ids == alone[2].token_ids
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_a_detokenizer_that_cannot_be_made_fails_its_stream_alone(make, alone):
+    def detokenizer(tokenizer, prompt, skip):
+        if prompt == [66]:
+            raise KeyError("no text for 66")
+        return IncrementalDetokenizer(tokenizer, prompt, skip)
+
+    llm = make(parts={"detokenizer": detokenizer})
+
+    async def main():
+        with pytest.raises(MinillmError, match="no text for 66"):
+            await last(llm.generate([66], GREEDY))
+        assert (await last(llm.generate(PROMPTS[2], GREEDY))).outputs[0].token_ids == alone[2].token_ids
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_a_scheduler_that_cannot_pause_fails_the_stalled_stream_alone(make, alone):
+    llm = make(max_buffered=1, parts={"scheduler": PauseFails})
+
+    async def main():
+        stalled = llm.generate(PROMPTS[0], GREEDY)
+        with pytest.raises(MinillmError, match="cannot pause"):
+            await last(stalled)
+        llm.max_buffered = 100
+        assert (await last(llm.generate(PROMPTS[2], GREEDY))).outputs[0].token_ids == alone[2].token_ids
+        assert await settled(llm)
+
+    run(main())
+
+
+def test_a_bound_that_a_scheduler_cannot_keep_is_refused_at_the_start(folder, make, alone):
+    with pytest.raises(MinillmError, match="max_buffered needs a scheduler with pause"):
+        AsyncLLM(folder, max_buffered=2, parts={"scheduler": NoPause}, **SMALL)
+    llm = make(parts={"scheduler": NoPause})
+    assert llm.max_buffered is None
+
+    async def main():
+        assert (await last(llm.generate(PROMPTS[0], GREEDY))).outputs[0].token_ids == alone[0].token_ids
+
+    run(main())
+
+
+@pytest.mark.parametrize("buffered", [1, 64])
+def test_a_loop_that_was_closed_gives_its_blocks_back(make, alone, buffered):
+    """Whether its stream is paused or running: nobody will ever read it."""
+    llm, loop = make(max_buffered=buffered), asyncio.new_event_loop()
+    stream = llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=60), request_id="mine")
+    loop.run_until_complete(anext(stream))
+    if buffered == 1:
+        for _ in range(1000):
+            if llm._paused:
+                break
+            time.sleep(0.01)
+    loop.close()
+
+    async def main():
+        for _ in range(1000):
+            if not llm.core.outputs:
+                break
+            await asyncio.sleep(0.01)
+        assert await settled(llm)
+        output = await last(llm.generate(PROMPTS[1], GREEDY, request_id="mine"))
+        assert output.outputs[0].token_ids == alone[1].token_ids
+
+    run(main())
+    with contextlib.suppress(RuntimeError, StopAsyncIteration):
+        asyncio.run(stream.aclose())
+
+
+# What a stream is given ----------------------------------------------------------------------------------------
+
+
+def test_an_output_is_a_snapshot_that_does_not_grow(make, folder):
+    llm, params = make(), GREEDY.replace(logprobs=2)
+    own = LLM(folder, **SMALL).generate([[5, 6]], params, use_tqdm=False)[0].outputs[0]
+
+    async def main():
+        seen = [(o, len(o.outputs[0].token_ids)) async for o in llm.generate([5, 6], params)]
+        for o, count in seen:
+            (c,) = o.outputs
+            assert len(c.token_ids) == len(c.logprobs) == count
+            assert c.token_ids == own.token_ids[:count]
+            want = sum(entry[t].logprob for t, entry in zip(c.token_ids, c.logprobs, strict=True))
+            assert c.cumulative_logprob == pytest.approx(want)
+        assert seen[-1][0].outputs[0].cumulative_logprob == own.cumulative_logprob
+
+    run(main())
+
+
+def test_each_chosen_token_is_summed_once(make, monkeypatch):
+    """The work of an output does not grow with what was given before."""
+    taken, take = [], Given.take
+    monkeypatch.setattr(Given, "take", lambda self, r, piece, count, last: (
+        taken.append(count - self.count), take(self, r, piece, count, last)))  # fmt: skip
+    llm = make()
+
+    async def main():
+        await last(llm.generate([5, 6], GREEDY.replace(max_tokens=40, logprobs=1)))
+
+    run(main())
+    assert sum(taken) == 40
+
+
+def test_the_log_carries_the_callers_id_from_the_start_and_the_refusals_of_the_door(make):
+    llm = make(num_kv_blocks=3)
+
+    async def main():
+        await last(llm.generate([5], GREEDY, request_id="mine"))
+        await last(llm.generate([5], GREEDY.replace(n=2), request_id="two"))
+        for prompt, params, field in (
+            ([999], GREEDY, "prompt"), ([5], GREEDY.replace(max_tokens=60), "max_tokens"),
+        ):  # fmt: skip
+            with pytest.raises(RequestError):
+                await last(llm.generate(prompt, params, request_id="bad"))
+            event = llm.engine.events.of("refused")[-1]
+            assert (event.request_id, event.data["field"]) == ("bad", field)
+            assert event.data["reason"]
+        assert await settled(llm)
+
+    run(main())
+    assert [e.request_id for e in llm.engine.events.of("queued")] == ["mine", "two-0", "two-1"]
+    assert {e.request_id for e in llm.engine.events} == {"", "mine", "two-0", "two-1", "bad"}
+
+
+def test_a_conversation_is_answered_as_llm_answers_it(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "chat")
+    template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"
+    (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    messages = [{"role": "user", "content": "w5 w6"}]
+    want = LLM(copy, **SMALL).chat(messages, GREEDY, use_tqdm=False, tenant="a", deadline_s=60)[0]
+
+    async def main(llm):
+        got = await last(llm.chat(messages, GREEDY, request_id="c", tenant="a", deadline_s=60))
+        assert (got.prompt, got.prompt_token_ids) == (want.prompt, want.prompt_token_ids)
+        assert got.outputs[0].token_ids == want.outputs[0].token_ids
+        for wrong in ("hi", [], [{"role": "user"}, 5]):
+            with pytest.raises(MinillmError):
+                await last(llm.chat(wrong, GREEDY))
+        with pytest.raises(RequestError, match="chat_template_kwargs"):
+            await last(llm.chat(messages, GREEDY, chat_template_kwargs=5))
+
+    with AsyncLLM(copy, **SMALL) as llm:
+        run(main(llm))
