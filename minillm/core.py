@@ -11,7 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minillm.cache.paged import PagedCache
+from minillm.cache.paged import PagedCache, settle
 from minillm.errors import MinillmError
 from minillm.events import EventLog
 from minillm.output import OutputProcessor
@@ -110,6 +110,7 @@ class EngineCore:
             self._compute(out.rows, done)
         except Exception as error:
             done += self._fail([r for r, _ in out.rows if r in self.outputs], error)
+            rows = []  # what of it was computed, nobody knows
         except BaseException as error:  # an interrupt: the step's requests are lost, the engine is not
             self._fail([r for r, _ in out.rows if r in self.outputs], error)
             raise
@@ -231,8 +232,9 @@ class EngineCore:
     def _record(self, rows: Sequence[tuple[str, int, int]], begun: float, scheduled: float) -> None:
         restore = None if self.cache is None else self.cache.restore
         if restore is not None and any(n > 1 for _, n, _ in rows):  # the cost model learns what computing costs here
-            shapes = [(n, computed + n) for _, n, computed in rows]
-            restore.observe_step(shapes, self.clock() - begun - scheduled)
+            assert self.cache is not None
+            settle(self.cache.pool)  # a chunk that draws no token has only been launched
+            restore.observe_step([row[1:] for row in rows], self.clock() - begun - scheduled)
         if self.events.events.maxlen:
             blocks: dict[str, Any] = {} if self.cache is None else {
                 "free": self.cache.num_free, "cached": self.cache.num_cached, "live": self.cache.num_live,

@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.namespace import Namespace, PublicPrefixes
 from minillm.cache.tiers import Tiers, pack
@@ -228,6 +230,7 @@ class PagedCache:
             if payloads:
                 self.pool.write_blocks(request.block_ids[start : start + len(payloads)], payloads)
                 if self.restore is not None:
+                    settle(self.pool)
                     self.restore.observe_copy(source, len(payloads), time.perf_counter() - begun, write=False)
                 self.events.record("hit", request.request_id, tokens=len(payloads) * bs, source=source)
             start += len(payloads)
@@ -405,6 +408,13 @@ class PagedCache:
                 f"{self.pool.num_blocks} are free; finish or close the streams under way, or raise num_kv_blocks"
             )
         self._promised.update(dict.fromkeys(requests))
+
+
+def settle(pool: Pool) -> None:
+    """Wait for what the pool's device still does, before a time is taken: a kernel's launch is not its end."""
+    memory = getattr(pool, "k", None)
+    if memory is not None and memory.is_cuda:
+        torch.cuda.synchronize(memory.device)
 
 
 def _runs(names: Sequence[str]) -> list[tuple[str, int]]:

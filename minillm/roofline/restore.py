@@ -220,7 +220,7 @@ class RestoreModel:
             self.observe_step([(tokens, context_before)], seconds)
 
     def observe_step(self, rows: Sequence[tuple[int, int]], seconds: float) -> None:
-        """A step of rows (new tokens, context)."""
+        """A step of rows (new tokens, context before the step)."""
         predicted = predict_step(self.config, rows, self.device, self.dtype, weights_as=self._weights_as).expected
         self._computing.observe(seconds, predicted)
 
