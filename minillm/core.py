@@ -102,9 +102,11 @@ class EngineCore:
         for request, why in out.refused:
             self.events.record("refused", request.request_id, field="prompt", reason=str(why))
             done += self._fail([request], why)
-        if not out.rows:
-            return done or self._idle()  # whoever was refused or has expired made room: that is progress
+        if not out.rows and not done:
+            return self._idle()
         self.idle_steps = 0
+        if not out.rows:  # somebody was refused or has expired: that is progress
+            return done
         rows = [(r.request_id, n, r.num_computed_tokens) for r, n in out.rows]
         try:
             self._compute(out.rows, done)

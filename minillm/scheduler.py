@@ -183,7 +183,9 @@ class Scheduler:
             if out.rows:  # whole prompts have a step of their own
                 return out
         budget = self._advance(out, budget)
-        if self.limits.enable_chunked_prefill and not out.preempted:
+        if not out.rows and out.preempted:  # a stream gave way to itself, and the token set aside for it is free again
+            budget = self._advance(out, budget)
+        if not out.rows or (self.limits.enable_chunked_prefill and not out.preempted):
             self._admit(out, budget)
         if not out.rows and not out.preempted and not self.running:
             self._refuse_head(out)
@@ -244,8 +246,7 @@ class Scheduler:
                 if r in self.waiting:
                     return
                 continue
-            keep = self.limits.keep_free if self.running else 0
-            while not self._ask(self.cache.admit, r, keep, out):
+            while not self._ask(self.cache.admit, r, self.limits.keep_free if self.running else 0, out):
                 if r not in self.waiting or not self._oust_paused(out):
                     break
             if not r.block_ids:

@@ -6,8 +6,15 @@ never fit, and promises that the door makes. All over the shadow engine; streams
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import shutil
+import threading
 
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from minillm import LLM, AsyncLLM, SamplingParams
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.namespace import PublicPrefixes
 from minillm.cache.paged import PagedCache
@@ -54,7 +61,7 @@ def ended(core, limit=500):
     return seen
 
 
-# One request's own fault ----------------------------------------------------------------------------------------
+# One request's own fault ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["allocate", "share"])
@@ -159,7 +166,7 @@ def test_a_pool_that_cannot_be_read_makes_a_swap_a_recompute():
     assert core.events.of("preempted")
 
 
-# Never fits ---------------------------------------------------------------------------------------------------------
+# Never fits -------------------------------------------------------------------------------------------------------
 
 
 def test_many_that_can_never_fit_are_refused_one_by_one_and_the_next_proceeds():
@@ -214,7 +221,7 @@ def test_alone_a_tenant_may_take_its_own_floors_public_blocks_though_it_hits_oth
     right(core, [own])
 
 
-# Tiers ----------------------------------------------------------------------------------------------------------
+# Tiers ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_that_is_swapped_shorter_than_before_leaves_nothing_in_the_tiers():
@@ -240,7 +247,7 @@ def test_a_request_that_is_swapped_shorter_than_before_leaves_nothing_in_the_tie
     assert core.idle
 
 
-# Rule 4: what a step in flight reads is freed when it retires --------------------------------------------------------
+# Rule 4: what a step in flight reads is freed when it retires -----------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["forward", "sample", "schedule", "push"])
@@ -364,3 +371,143 @@ def test_an_allocator_of_a_learners_that_lies_is_told_from_a_request_that_is_too
     for _ in range(100):
         core.step()
     assert any("it has lost some" in f.args[0] for f in core.failures.values())
+
+
+# Streams over the real engine -------------------------------------------------------------------------------------
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL = {"num_kv_blocks": 12, "max_model_len": 64, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("faults") / "model"
+    shutil.copytree(tiny_folder("qwen3"), folder)
+    Backend(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def streams(folder):
+    with AsyncLLM(folder, **SMALL) as llm:
+        yield llm
+
+
+def run(work):
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+async def last(stream):
+    return [output async for output in stream][-1]
+
+
+async def settled(llm):
+    for _ in range(500):
+        if not llm.core.outputs and llm._commands.empty():
+            break
+        await asyncio.sleep(0.01)
+    llm.engine.cache.check()
+    assert llm.engine.cache.num_live == 0
+    assert not llm.core.outputs
+    assert not llm._streams
+
+
+def test_a_stream_whose_detokenizer_cannot_be_made_fails_alone(streams):
+    streams.core.make_output = Failing(streams.core.make_output, 2)
+
+    async def main():
+        works = [last(streams.generate([i], GREEDY)) for i in range(3)]
+        results = await asyncio.gather(*works, return_exceptions=True)
+        assert sum(isinstance(r, MinillmError) and "on fire" in str(r) for r in results) == 1
+        assert sum(not isinstance(r, Exception) and r.finished for r in results) == 2
+        assert (await last(streams.generate([9], GREEDY))).finished
+        await settled(streams)
+
+    run(main())
+
+
+def test_a_stream_that_ends_in_the_step_in_which_anothers_detokenizer_fails_is_told(streams):
+    make_output, made = streams.core.make_output, []
+
+    def make(r):
+        output = make_output(r)
+        made.append(r)
+        if len(made) == 2:
+            output.push = Failing(output.push, GREEDY.max_tokens)
+        return output
+
+    streams.core.make_output = make
+
+    async def main():
+        works = [last(streams.generate([i], GREEDY)) for i in range(3)]
+        results = await asyncio.gather(*works, return_exceptions=True)
+        assert sum(isinstance(r, MinillmError) and "on fire" in str(r) for r in results) == 1
+        assert sum(not isinstance(r, Exception) and len(r.outputs[0].token_ids) == 6 for r in results) == 2
+        await settled(streams)
+
+    run(main())
+
+
+def test_a_scheduler_that_never_schedules_ends_its_streams_in_words(streams):
+    streams.core.scheduler.schedule = SchedulerOutput
+
+    async def main():
+        with pytest.raises(MinillmError, match="scheduled nothing in 8 steps"):
+            await last(streams.generate([1], GREEDY))
+        await settled(streams)
+
+    run(main())
+
+
+def test_cancels_from_another_thread_wait_for_the_step_in_flight(streams):
+    """The engine's thread hears commands between steps only: what a forward pass reads is held until it has ended."""
+    forward, inside, cancelled, held = streams.engine.runner.forward, threading.Event(), threading.Event(), []
+
+    def slow(requests, counts):
+        held.append([list(r.block_ids) for r in requests])
+        inside.set()
+        assert cancelled.wait(30)
+        held.append([list(r.block_ids) for r in requests])
+        return forward(requests, counts)
+
+    streams.engine.runner.forward = slow
+
+    async def main():
+        task = asyncio.create_task(last(streams.generate([1, 2, 3], GREEDY)))
+        await asyncio.to_thread(inside.wait, 30)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.sleep(0.05)  # the command is sent
+        cancelled.set()
+        await settled(streams)
+
+    run(main())
+    assert held[0] == held[1]
+    assert all(held[0])
+
+
+def test_a_run_that_is_collected_inside_another_runs_step_frees_nothing_that_the_step_reads(folder):
+    """Python may close an abandoned generator anywhere, so also in the middle of a step that both share."""
+    llm = LLM(folder, **SMALL)
+    engine = llm.engine
+    forward, held = engine.runner.forward, []
+    mine, theirs = (engine.make_request([i, 1, 2], GREEDY) for i in (5, 6))
+    alone = llm.generate([[5, 1, 2]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    other = engine.run([theirs])
+    next(other)
+
+    def closes(requests, counts):
+        if theirs in requests and not held:
+            other.close()
+            held.append(list(theirs.block_ids))
+        return forward(requests, counts)
+
+    engine.runner.forward = closes
+    for _ in engine.run([mine]):
+        pass
+    assert held[0]
+    assert theirs.finish_reason == "abort"
+    assert mine.output_token_ids == alone
+    engine.cache.check()
+    assert engine.cache.num_live == 0
