@@ -82,7 +82,7 @@ def test_a_failing_allocator_fails_the_request_that_asked(where, at):
     right(core, [r for r in requests if r not in failed])
 
 
-@pytest.mark.parametrize("where", ["match", "peek", "insert"])
+@pytest.mark.parametrize("where", ["use", "peek", "insert"])
 def test_a_failing_prefix_cache_fails_the_request_that_asked(where):
     core = ShadowCore(12, 2, limits=Limits(4, 64), make_cache=cached)
     core.add(core.request([1, 2, 3, 4, 5], 3))

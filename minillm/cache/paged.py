@@ -17,13 +17,15 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.namespace import Namespace, PublicPrefixes
 from minillm.cache.tiers import Tiers, pack
+from minillm.cache.view import Tokens
 from minillm.errors import MinillmError
 from minillm.events import EventLog
 from minillm.parts import make_part
@@ -43,6 +45,17 @@ class Pool(Protocol):
     def read_blocks(self, ids: Sequence[int]) -> list[Any]: ...
 
     def write_blocks(self, ids: Sequence[int], payloads: Sequence[Any]) -> None: ...
+
+
+class Refusal(NamedTuple):
+    """Why the last request in vain was not admitted: it need not be looked up again while all this is so."""
+
+    request: Request
+    keep_free: int
+    releases: int  # by then
+    available: int
+    hit: int  # blocks
+    following: list[int]  # tokens of the block that would make the hit longer
 
 
 class PagedCache:
@@ -72,6 +85,10 @@ class PagedCache:
         self.events = events if events is not None else EventLog(0)
         self._promised: dict[Request, None] = {}  # static groups: whom blocks were promised to
         self._users: Counter[int] = Counter()  # block -> requests that have it in their table
+        self._holders: set[Request] = set()  # requests with a block in their table
+        self._releases = 0  # so far: what may let in somebody who did not fit
+        self._refusal: Refusal | None = None
+        self._namespaces: WeakKeyDictionary[Request, Namespace] = WeakKeyDictionary()
         self._live_cached = 0  # live blocks that the prefix cache holds as well
         self._committed: dict[Request, int] = {}  # blocks of a request that the prefix cache has been shown
         self._private: dict[Request, list[tuple[bytes, bytes]]] = {}  # keys of what a swapped request left in the tiers
@@ -156,16 +173,19 @@ class PagedCache:
 
         All or nothing: False leaves everything as it was. keep_free: blocks that must be left over.
         """
+        if self._still_refused(request, keep_free):
+            return False
         bs = self.pool.block_size
         most = (request.num_tokens - 1) // bs  # whole blocks, with a token left to compute: its logits are wanted
         ids: list[int] = []
+        found: list[int] = []
         if self.prefix is not None:
-            found, _ = self.prefix.peek(request.tokens, self.namespace(request))  # not yet a use: it may not fit
+            found, _ = self.prefix.peek(Tokens(request), self.namespace(request))  # not yet a use: it may not fit
             ids = self._judge_hit(found[:most])
             self._enter(ids)  # before anything is evicted for the rest
         new: list[int] | None = None
         try:
-            missing, alone = self.blocks_for(request.num_tokens) - len(ids), len(self._users) == len(ids)
+            missing, alone = self.blocks_for(request.num_tokens) - len(ids), not self._holders
             if alone or missing + keep_free <= self.available(request.tenant):
                 new = self._take(missing, request.tenant, alone)
             if new is not None and ids:
@@ -177,13 +197,18 @@ class PagedCache:
             raise
         if new is None:
             self._leave(ids)
+            following = Tokens(request)[len(ids) * bs : (len(ids) + 1) * bs]
+            self._refusal = Refusal(
+                request, keep_free, self._releases, self.available(request.tenant), len(ids), following
+            )
             return False
         self._enter(new)
+        self._holders.add(request)
         request.block_ids = [*ids, *new]  # from here on `release` gives everything back
         self._committed[request] = len(ids)
         request.num_computed_tokens = len(ids) * bs
-        if self.prefix is not None:
-            self.prefix.match(request.tokens, self.namespace(request))
+        if self.prefix is not None:  # who comes back after a preemption is no second query
+            self.prefix.use(found, request.num_tokens, counted=not request.num_preemptions)
         if ids:
             self.events.record("hit", request.request_id, tokens=len(ids) * bs, source="prefix")
         if self.tiers is not None:
@@ -192,11 +217,23 @@ class PagedCache:
             request.num_cached_tokens = request.num_computed_tokens
         return True
 
+    def _still_refused(self, request: Request, keep_free: int) -> bool:
+        """Whether nothing has happened that could let in the one who did not fit the last time.
+
+        That would be a release, more blocks to be had, another limit, or a longer hit (see `commit`). Else a long
+        prompt at the head of the queue would be looked up in every step.
+        """
+        last = self._refusal
+        if last is None or last.request is not request or not self._holders:
+            return False
+        same = (last.keep_free, last.releases) == (keep_free, self._releases)
+        return same and self.available(request.tenant) <= last.available
+
     def missing(self, request: Request) -> int:
         """Tokens that a step would have to compute were a waiting request admitted now, if no tier has any of them."""
         hit = 0
         if self.prefix is not None:
-            hit = self.prefix.peek(request.tokens, self.namespace(request))[1]
+            hit = self.prefix.peek(Tokens(request), self.namespace(request))[1]
         return request.num_tokens - min(hit, (request.num_tokens - 1) // self.pool.block_size * self.pool.block_size)
 
     def _judge_hit(self, ids: list[int]) -> list[int]:
@@ -243,9 +280,10 @@ class PagedCache:
         missing = self.blocks_for(request.num_tokens if num_tokens is None else num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
-        new = self._take(missing, request.tenant, alone=len(self._users) == len(request.block_ids))
+        new = self._take(missing, request.tenant, alone=self._holders <= {request})
         if new is None:
             return False
+        self._holders.add(request)
         request.block_ids.extend(new)
         self._enter(new)
         return True
@@ -302,20 +340,26 @@ class PagedCache:
         """Show the prefix cache the blocks that a step has filled: from now on others may share them."""
         if self.prefix is None:
             return
-        full = request.num_computed_tokens // self.pool.block_size
-        if full <= self._committed.get(request, 0):
+        bs, known = self.pool.block_size, self._committed.get(request, 0)
+        full = request.num_computed_tokens // bs
+        if full <= known:
             return
-        tokens, ids = request.tokens[: full * self.pool.block_size], request.block_ids[:full]
-        new = self.prefix.insert(tokens, self.namespace(request), ids, known=self._committed.get(request, 0))
+        tokens = Tokens(request, full * bs)
+        new = self.prefix.insert(tokens, self.namespace(request), request.block_ids[:full], known=known)
         self.allocator.share(new)
         self._live_cached += len(new)
         self._committed[request] = full
+        last = self._refusal
+        if last and known <= last.hit < full and tokens[last.hit * bs : (last.hit + 1) * bs] == last.following:
+            self._refusal = None  # it may be what the head of the queue begins with
 
     def release(self, request: Request) -> None:
         """Free the request's blocks, and the promise of those that it never reached. A second time, nothing."""
         held, request.block_ids = request.block_ids, []
         self._promised.pop(request, None)
         self._committed.pop(request, None)
+        self._holders.discard(request)
+        self._releases += 1
         if not held:
             return
         self._leave(held)
@@ -356,6 +400,9 @@ class PagedCache:
 
     def forget(self, request: Request) -> None:
         """The request is over: what it alone left in the tiers goes."""
+        if self._refusal is not None and self._refusal.request is request:
+            self._refusal = None
+        self._namespaces.pop(request, None)
         for key in self._private.pop(request, ()):
             if self.tiers is not None:
                 self.tiers.discard(*key)
@@ -374,8 +421,12 @@ class PagedCache:
     # Whose is what ---------------------------------------------------------------------------------------------
 
     def namespace(self, request: Request) -> Namespace:
-        public = 0 if self.public is None else self.public.leading(request.prompt_token_ids)
-        return Namespace(self.engine_namespace, request.tenant, public_tokens=public)
+        """Found once a request: what of a prompt is public takes a look at all of it."""
+        if (namespace := self._namespaces.get(request)) is None:
+            public = 0 if self.public is None else self.public.leading(request.prompt_token_ids)
+            namespace = Namespace(self.engine_namespace, request.tenant, public_tokens=public)
+            self._namespaces[request] = namespace
+        return namespace
 
     def _tier_keys(self, request: Request, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:
         """(who may read it, the prefix up to its end) of the request's blocks from `start` to before `end`.

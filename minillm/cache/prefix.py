@@ -26,8 +26,9 @@ __all__ = [
 class PrefixCache(Protocol):
     """Whole blocks by the tokens that lead up to them. Made with (block_size, floors, policy, on_evict).
 
-    The life of a request: `match`, of which it may use at most num_tokens - 1 tokens, in whole blocks; `lock` of those
-    at once, before anything is evicted; `evict` for the blocks that are missing, `lock` of them; `insert` after each
+    The life of a request: `match`, or `peek` and, if the request fits, `use` of what it found. Of that it may use at
+    most num_tokens - 1 tokens, in whole blocks; `lock` of those at once, before anything is evicted; `evict` for the
+    blocks that are missing, `lock` of them; `insert` after each
     step that fills a block; `unlock` of its whole block table at the end. The cache counts no references: who calls
     adds one for each id that `insert` returns, and drops it for each that `evict` returns.
     """
@@ -39,6 +40,8 @@ class PrefixCache(Protocol):
     def match(self, tokens: Sequence[int], namespace: Namespace) -> tuple[list[int], int]: ...
 
     def peek(self, tokens: Sequence[int], namespace: Namespace) -> tuple[list[int], int]: ...
+
+    def use(self, ids: Sequence[int], num_tokens: int, counted: bool = True) -> None: ...
 
     def insert(self, tokens: Sequence[int], namespace: Namespace, ids: Sequence[int], known: int = 0) -> list[int]: ...
 

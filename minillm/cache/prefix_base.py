@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from minillm.errors import MinillmError
 
 @dataclass
 class PrefixStats:
-    """Counted by `match` as it finds them. A caller that computes the last token anyway uses less of a full hit."""
+    """Counted by `match`, or `use`, as found. A caller that computes the last token anyway uses less of a full hit."""
 
     queries: int = 0
     request_hits: int = 0  # queries of which at least one block was known
@@ -56,24 +56,33 @@ class PrefixBase(BlockTree):
 
     def match(self, tokens: Sequence[int], namespace: Namespace) -> tuple[list[int], int]:
         """Ids of the longest known run of whole blocks, and its tokens. It counts as used now."""
-        path = self._walk(tokens, namespace, None)
-        hit = len(path) * self.block_size
-        self.stats.queries += 1
-        self.stats.request_hits += bool(path)
-        self.stats.queried_tokens += len(tokens)
-        self.stats.hit_tokens += hit
-        self.stats.queried_blocks += len(tokens) // self.block_size
-        self.stats.block_hits += len(path)
-        if path:
-            self._time += 1
-            path[-1].uses += 1
-            self._touch(path[-1])
-        return [block.id for block in path], hit
+        ids, hit = self.peek(tokens, namespace)
+        self.use(ids, len(tokens))
+        return ids, hit
 
     def peek(self, tokens: Sequence[int], namespace: Namespace) -> tuple[list[int], int]:
         """What `match` would give, without using it: neither recency nor statistics change."""
         path = self._walk(tokens, namespace, None)
         return [block.id for block in path], len(path) * self.block_size
+
+    def use(self, ids: Sequence[int], num_tokens: int, counted: bool = True) -> None:
+        """What `peek` found of a request of so many tokens is taken: `match` in two parts, without a second walk.
+
+        Blocks that have left since are the last ones. counted: whether it is a query of the statistics; one that comes
+        back after a preemption was counted when it came.
+        """
+        if counted:
+            self.stats.queries += 1
+            self.stats.request_hits += bool(ids)
+            self.stats.queried_tokens += num_tokens
+            self.stats.hit_tokens += len(ids) * self.block_size
+            self.stats.queried_blocks += num_tokens // self.block_size
+            self.stats.block_hits += len(ids)
+        last = next((block for i in reversed(ids) if (block := self._blocks.get(i)) is not None), None)
+        if last is not None:
+            self._time += 1
+            last.uses += 1
+            self._touch(last)
 
     def insert(self, tokens: Sequence[int], namespace: Namespace, ids: Sequence[int], known: int = 0) -> list[int]:
         """Block ids[i] holds tokens[i * block_size : (i + 1) * block_size]. Returns the ids that the cache took.
@@ -83,9 +92,11 @@ class PrefixBase(BlockTree):
         again, so that a block more costs O(1) and not O(context).
         """
         self._judge(tokens, ids, known)
-        start = next((self._blocks[ids[i]] for i in range(known - 1, -1, -1) if ids[i] in self._blocks), None)
+        at, start = next(
+            ((i, b) for i in range(known - 1, -1, -1) if (b := self._known(ids[i])) is not None), (-1, None)
+        )
         if start is not None:
-            self._judge_start(start, tokens, namespace, ids)
+            self._judge_start(start, tokens, namespace, at)
         first = start.depth if start else 0
         rest = [operator.index(i) for i in ids[first:]]
         if len(set(rest)) != len(rest) or min(rest, default=1) < 1:
@@ -97,6 +108,9 @@ class PrefixBase(BlockTree):
         self._time += 1
         block = path[-1] if path else start
         new = rest[len(path) :]
+        for id, twin in zip(rest, path):
+            if id != twin.id:
+                self._twins[id] = twin
         for i, id in enumerate(new, first + len(path)):
             content = tuple(tokens[i * self.block_size : (i + 1) * self.block_size])
             scope = namespace.scope(i, self.block_size)
@@ -108,6 +122,10 @@ class PrefixBase(BlockTree):
         self.stats.inserted += len(new)
         return new
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._twins: dict[int, CachedBlock] = {}  # id of a block that was not taken -> the one that has its tokens
+
     def _judge(self, tokens: Sequence[int], ids: Sequence[int], known: int) -> None:
         if len(tokens) != len(ids) * self.block_size:
             raise MinillmError(
@@ -117,15 +135,31 @@ class PrefixBase(BlockTree):
         if not 0 <= known <= len(ids):
             raise MinillmError(f"known is how many of the {len(ids)} ids are known already, got {known!r}")
 
-    def _judge_start(self, start: CachedBlock, tokens: Sequence[int], namespace: Namespace, ids: Sequence[int]) -> None:
+    def _known(self, id: int) -> CachedBlock | None:
+        """The block that stands for an id that was inserted before: its own, or its twin if that is still here."""
+        block = self._blocks.get(id)
+        if block is None and (twin := self._twins.get(id)) is not None and self._blocks.get(twin.id) is twin:
+            return twin
+        return block
+
+    def _judge_start(self, start: CachedBlock, tokens: Sequence[int], namespace: Namespace, at: int) -> None:
         """As much of a wrong `known` as can be seen without comparing the whole prefix."""
         end = start.depth * self.block_size
-        there = start.depth <= len(ids) and ids[start.depth - 1] == start.id
+        there = start.depth == at + 1
         same = tuple(tokens[end - self.block_size : end]) == start.tokens and start.model == namespace.model
         if not there or not same or start.scope != namespace.scope(start.depth - 1, self.block_size):
             raise MinillmError(
                 f"block {start.id} is in the cache already, for other tokens or another namespace; nothing was inserted"
             )
+
+    def unlock(self, ids: Iterable[int]) -> None:
+        ids = list(ids)
+        super().unlock(ids)
+        for id in ids:
+            if id not in self._locks:
+                self._twins.pop(id, None)
+
+    unlock.__doc__ = BlockTree.unlock.__doc__
 
     def evict(self, n: int, tenant: str | None = None) -> list[int]:
         gone = super().evict(n, tenant)

@@ -72,6 +72,9 @@ class PrefixPart:
 
     peek = match
 
+    def use(self, ids: Sequence[int], num_tokens: int, counted: bool = True) -> None:
+        """The learner's cache was asked by `peek`, and that was a use to it."""
+
     def insert(self, tokens: Sequence[int], namespace: Namespace, ids: Sequence[int], known: int = 0) -> list[int]:
         size, keys = self.block_size, self._keys(tokens, namespace)
         path = _ids("match", self.cache.match(keys))
