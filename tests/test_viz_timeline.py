@@ -257,6 +257,8 @@ def test_timelines_share_their_x_axis():
     fig = timelines({"one": one, "other": other})
     assert fig.axes[0].get_xlim() == fig.axes[1].get_xlim()
     assert [ax.get_title(loc="left") for ax in fig.axes] == ["one", "other"]
+    assert labels(fig.axes[0])[0] == "1"  # the shadow's ids begin with 1
+    assert labels(timelines({"one": one}, ids=False).axes[0]) == ["0", "1", "2", "3"]
     last = max(len(one.of("step")), len(other.of("step")))
     assert fig.axes[0].get_xlim()[1] == pytest.approx(1.01 * last)
 

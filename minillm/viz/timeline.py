@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -55,10 +56,13 @@ def timeline(
     return fig
 
 
-def timelines(panels: Mapping[str, Iterable[Event]], by: Axis = "step", *, width: float = 9.5) -> Figure:
+def timelines(
+    panels: Mapping[str, Iterable[Event]], by: Axis = "step", *, width: float = 9.5, ids: bool = True
+) -> Figure:
     """Several logs below each other over one x axis, so that their lengths can be compared. Requests only, no strips.
 
-    panels: title -> events. Raises MinillmError for a log without a step.
+    panels: title -> events. ids: name rows by request id; otherwise by number, so that the same work has the same names
+    in each panel. Raises MinillmError for a log without a step.
     """
     logs = {name: list(events) for name, events in panels.items()}
     drawn = {name: _chosen(lives(log, by), None) for name, log in logs.items()}
@@ -68,6 +72,8 @@ def timelines(panels: Mapping[str, Iterable[Event]], by: Axis = "step", *, width
         grid.set_height_ratios(heights)
     end = max(s.end for log in logs.values() for s in steps(log, by))
     for ax, (name, (rows, words)) in zip(axes, drawn.items(), strict=True):
+        if not ids:
+            rows = [replace(one, request_id=str(i)) for i, one in enumerate(rows)]
         _rows(ax, rows, end, width)
         ax.set_title(name + words, fontsize=style.SIZE, loc="left")
     _x_axes(axes, end, by)
