@@ -10,6 +10,8 @@ No starvation. Keys grow with the arrival, so only finitely many requests ever c
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,6 +75,27 @@ class Deadline(FirstCome):
 
     def key(self, request: Request) -> float:
         return request.deadline if request.deadline is not None else request.arrival + self.default_s
+
+
+def judged_key(policy: SchedulerPolicy, request: Request) -> float:
+    """The policy's key, which may be a learner's: a NaN or a text in a heap tears everybody's order."""
+    key: object = policy.key(request)
+    try:
+        if isinstance(key, numbers.Real) and not isinstance(key, bool) and math.isfinite(key):
+            return key  # type: ignore[return-value]
+    except OverflowError:  # a whole number that no float can hold
+        pass
+    raise MinillmError(f"parts: the policy's key must be a finite number, got {key!r:.80}")
+
+
+def judged_victim(policy: SchedulerPolicy, candidates: Sequence[Request]) -> Request:
+    victim = policy.victim(candidates)
+    if not any(victim is r for r in candidates):
+        names = ", ".join(r.request_id for r in candidates)
+        raise MinillmError(
+            f"parts: the policy's victim must be one of the requests given ({names:.80}), got {victim!r:.80}"
+        )
+    return victim
 
 
 def make_policy(name: str, ageing_s: float = 10.0) -> SchedulerPolicy:

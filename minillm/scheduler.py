@@ -29,7 +29,7 @@ from typing import NamedTuple, Protocol
 from minillm.cache.paged import PagedCache
 from minillm.errors import MinillmError
 from minillm.events import EventLog
-from minillm.policy import FirstCome, SchedulerPolicy
+from minillm.policy import FirstCome, SchedulerPolicy, judged_key, judged_victim
 from minillm.request import Request, Status
 
 
@@ -144,13 +144,19 @@ class Scheduler:
     ):  # fmt: skip
         self.cache, self.policy, self.limits = cache, policy or FirstCome(), limits or Limits()
         self.events = events if events is not None else EventLog(0)
-        self.waiting = WaitingQueue(self.policy.key)
+        self._keys: dict[Request, float] = {}  # asked for once: a key never changes
+        self.waiting = WaitingQueue(self._key)
         self.running: list[Request] = []  # in the order of their keys: the same on every rank
         self.parked: set[Request] = set()  # not running, and their reader has stalled
 
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
+
+    def _key(self, request: Request) -> float:
+        if request not in self._keys:
+            self._keys[request] = judged_key(self.policy, request)
+        return self._keys[request]
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
@@ -159,6 +165,7 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         self.waiting.remove(request)
         self.parked.discard(request)
+        self._keys.pop(request, None)
         if request in self.running:
             self.running.remove(request)
         self.cache.release(request)
@@ -217,7 +224,11 @@ class Scheduler:
                 return False
             begun = {r for r, _ in out.rows}
             candidates = [r for r in self.running if r not in begun]
-            victim = self.policy.victim([r for r in candidates if r.paused] or candidates)
+            try:
+                victim = judged_victim(self.policy, [r for r in candidates if r.paused] or candidates)
+            except Exception as error:  # a learner's policy
+                self._refuse(request, error, out)
+                return False
             self._preempt(victim, out)
             if victim is request:
                 return False
@@ -258,7 +269,7 @@ class Scheduler:
                 n = min(n, budget)
             self.waiting.remove(r)
             r.status = Status.RUNNING
-            insort(self.running, r, key=self.policy.key)
+            insort(self.running, r, key=self._key)
             out.rows.append(ScheduledRow(r, n))
             budget -= n
 
