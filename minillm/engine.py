@@ -65,6 +65,8 @@ class Engine:
         self.policy: SchedulerPolicy = make_policy(config.scheduling_policy, config.priority_ageing_s)
         if "policy" in parts:
             self.policy = parts["policy"]
+        # Whether somebody would read a request's priority; a part of the learner's may.
+        self._reads_priority = config.scheduling_policy == "priority" or bool({"policy", "scheduler"} & set(parts))
         self.cache: PagedCache | None = None
         self.runner: Runner
         if config.kv_cache == "none":
@@ -73,11 +75,11 @@ class Engine:
             self.runner = CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
         else:
             pool = make_pool(model, config)
-            self.cache = make_paged_cache(pool, model, tokenizer, config, parts, self.events, weights_id)
             attention: AttentionBackend = (
                 PagedInvariant(pool) if config.batch_invariant
                 else make_attention(config.attention_backend, model, pool, parts.get("attention"))
             )  # fmt: skip
+            self.cache = make_paged_cache(pool, model, tokenizer, config, parts, attention, self.events, weights_id)
             graphs = None
             if model.device.type == "cuda" and not config.enforce_eager and type(attention) is TritonAttention:
                 graphs = DecodeGraphs(model, attention, config.max_num_seqs)
@@ -88,7 +90,8 @@ class Engine:
         self._make_scheduler = parts.get("scheduler", Scheduler)
         self.core = self._new_core() if config.continuous else None
         self._inboxes: dict[Request, deque[list[Delta]]] = {}  # who waits for which request's text
-        self._made = 0
+        self._made = 0  # requests that passed the door: their seeds count on
+        self._asked = 0  # and all that came to it: their ids do
 
     def _new_core(self) -> EngineCore:
         """A step loop. Of a continuous engine there is one; a static run has its own."""
@@ -125,10 +128,24 @@ class Engine:
         self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0, *, request_id: str | None = None,
         priority: int = 0, deadline_s: float | None = None, tenant: str = "",
     ) -> Request:  # fmt: skip
-        """Check everything that can be checked before any work is done. Raises RequestError with the field's name.
+        """Check everything that can be checked before any work is done. Raises RequestError with the field's name, and
+        logs it.
 
         deadline_s: seconds from now after which the request must not begin. tenant: whose cached prefixes it may use.
         """
+        name = str(self._asked) if request_id is None else request_id
+        self._asked += 1
+        whose: dict[str, Any] = {"priority": priority, "deadline_s": deadline_s, "tenant": tenant}
+        try:
+            return self._make_request(prompt_token_ids, params, index, name, **whose)
+        except RequestError as error:
+            self.events.record("refused", name, field=error.field, reason=str(error))
+            raise
+
+    def _make_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int, request_id: str,
+        priority: int, deadline_s: float | None, tenant: str,
+    ) -> Request:  # fmt: skip
         ids = list(prompt_token_ids)
         vocab = self.model.config.vocab_size
         if not ids:
@@ -153,6 +170,10 @@ class Engine:
             )
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise RequestError("priority", f"expected a whole number from -1000 to 1000, got {priority!r}")
+        if priority and not self._reads_priority:
+            raise RequestError(
+                "priority", f"got {priority}, but this engine serves in another order; use scheduling_policy='priority'"
+            )
         if not isinstance(tenant, str):
             raise RequestError("tenant", f"expected a name, got {tenant!r:.80}")
         now = time.perf_counter()
@@ -160,6 +181,11 @@ class Engine:
             isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < 1e9
         ):
             raise RequestError("deadline_s", f"expected seconds from now, above 0, got {deadline_s!r}")
+        if deadline_s is not None and not self._expires:
+            raise RequestError(
+                "deadline_s", "nothing in this engine ends what waits too long: that needs batching='continuous', and "
+                "of a scheduler of your own waiting.expired(now)"
+            )  # fmt: skip
         self._check_memory(len(ids), max_tokens, tenant)
         self._made += 1
         if params.seed is not None:
@@ -167,15 +193,23 @@ class Engine:
         else:  # unseeded requests differ from each other, and repeat with the engine's seed
             seed = (self.config.seed * 1_000_003 + self._made) % (MAX_SEED + 1)
         request = Request(
-            request_id=str(self._made - 1) if request_id is None else request_id,
-            prompt_token_ids=[int(t) for t in ids], params=params, seed=seed, eos_token_ids=self.eos_token_ids,
-            max_tokens=max_tokens, times={"arrival": now}, priority=priority, tenant=tenant,
-            deadline=None if deadline_s is None else now + deadline_s,
+            request_id=request_id, prompt_token_ids=[int(t) for t in ids], params=params, seed=seed,
+            eos_token_ids=self.eos_token_ids, max_tokens=max_tokens, times={"arrival": now}, priority=priority,
+            tenant=tenant, deadline=None if deadline_s is None else now + deadline_s,
         )  # fmt: skip
-        if reason := self.policy.admit(request, self.load()):
-            self.events.record("refused", request.request_id, field="request", reason=reason)
+        reason = self.policy.admit(request, self.load(tenant))
+        if reason is not None and not isinstance(reason, str):
+            raise MinillmError(f"parts: the policy's admit must return None or why not, in words, got {reason!r:.80}")
+        if reason:
             raise RequestError("request", reason)
         return request
+
+    @property
+    def _expires(self) -> bool:
+        """Whether a request can end because its deadline has passed."""
+        return self.core is not None and callable(
+            getattr(getattr(self.core.scheduler, "waiting", None), "expired", None)
+        )
 
     def _check_memory(self, prompt: int, max_tokens: int, tenant: str) -> None:
         """A request that can never fit is refused here, so that it never blocks the queue."""
@@ -194,13 +228,17 @@ class Engine:
                 f"this request may need {blocks} blocks of KV cache, and there are {total}; ask for fewer tokens",
             )
 
-    def load(self) -> Load:
-        """A snapshot for policies: who waits, who runs, what is free."""
+    def load(self, tenant: str = "") -> Load:
+        """A snapshot for policies: who waits, who runs, and what this tenant's request could get.
+
+        The door reads it while a step may run in another thread: each number was true a moment ago, and they need not
+        fit together to the block. No lock is needed for that, since each is one number that the step loop keeps.
+        """
         scheduler = self.core.scheduler if self.core is not None else None
+        total = self.cache.pool.num_blocks if self.cache else 0
         return Load(
             waiting=scheduler.num_waiting if scheduler else 0, running=len(scheduler.running) if scheduler else 0,
-            free_blocks=self.cache.available() if self.cache else 0,
-            total_blocks=self.cache.pool.num_blocks if self.cache else 0,
+            free_blocks=min(max(self.cache.available(tenant), 0), total) if self.cache else 0, total_blocks=total,
         )  # fmt: skip
 
     def _kv_bytes(self, tokens: int) -> int:

@@ -47,11 +47,19 @@ def check_parts(parts: Any, config: EngineConfig) -> dict[str, Any]:
             raise MinillmError(f"parts: {name} must be a class, got {part!r:.80}")
         if name == "attention" and config.batch_invariant:
             raise MinillmError("parts: batch_invariant=True has an attention of its own; give one of the two")
+        if name == "attention" and config.kv_disk_path is not None:
+            raise MinillmError(
+                "parts: attention writes KV that only it can read, and kv_disk_path keeps KV for later engines; give "
+                "one of the two"
+            )
         if name in read and not read[name][0]:
             raise MinillmError(
                 f"parts: {name} belongs to {read[name][1]}, and this engine has kv_cache={config.kv_cache!r}, "
                 f"enable_prefix_caching={prefix}: it would never call it"
             )
+    for name, option, default in (("prefix_cache", "prefix_cache", "radix"), ("policy", "scheduling_policy", "fcfs")):
+        if name in parts and (value := getattr(config, option)) != default:
+            raise MinillmError(f"parts: {name} takes the place of {option}={value!r}; give one of the two")
     return parts
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import numbers
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from minillm.attention.protocol import AttentionBackend
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.eviction import LRU
 from minillm.cache.paged import PagedCache
@@ -22,7 +25,7 @@ from minillm.errors import MinillmError
 from minillm.events import EventLog
 from minillm.models.tokenizer import Tokenizer
 from minillm.models.transformer import Transformer
-from minillm.parts import make_part
+from minillm.parts import OwnAttention, make_part
 
 
 def make_pool(model: Transformer, config: EngineConfig) -> KVPool:
@@ -41,7 +44,7 @@ def make_pool(model: Transformer, config: EngineConfig) -> KVPool:
 
 def make_paged_cache(
     pool: KVPool, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any],
-    events: EventLog, weights_id: str = "",
+    attention: AttentionBackend, events: EventLog, weights_id: str = "",
 ) -> PagedCache:  # fmt: skip
     """A pool, who owns its blocks, and what becomes of those that nobody owns any more."""
     tiers = make_tiers(config, pool)
@@ -56,13 +59,12 @@ def make_paged_cache(
         )  # fmt: skip
     public = None
     if config.public_prefixes:
-        tokens = [tokenizer.encode(p) if isinstance(p, str) else list(p) for p in config.public_prefixes]
-        public = PublicPrefixes(tokens, config.block_size)
+        public = PublicPrefixes(public_tokens(config, tokenizer, model.config.vocab_size), config.block_size)
     prefix = make_prefix_cache(config, parts, pool.num_blocks)
     return PagedCache(
         pool, parts.get("allocator", BlockAllocator), prefix=prefix, tiers=tiers,
         restore=restore, preemption_mode=config.preemption_mode,
-        namespace=make_namespace(model, tokenizer, config, weights_id), public=public, events=events,
+        namespace=make_namespace(model, tokenizer, config, attention, weights_id), public=public, events=events,
     )  # fmt: skip
 
 
@@ -80,8 +82,26 @@ def make_prefix_cache(config: EngineConfig, parts: Mapping[str, Any], num_blocks
     return cache
 
 
+def public_tokens(config: EngineConfig, tokenizer: Tokenizer, vocab: int) -> list[list[int]]:
+    """`public_prefixes` as token ids. A text becomes what the same text as a prompt becomes."""
+    lists: list[list[int]] = []
+    for prefix in config.public_prefixes:
+        given: Sequence[int] = tokenizer.encode(prefix) if isinstance(prefix, str) else prefix
+        for t in given:
+            if isinstance(t, bool) or not isinstance(t, numbers.Integral) or not 0 <= t < vocab:
+                raise MinillmError(
+                    f"public_prefixes: token id {t!r:.80} is not in the vocabulary, whole numbers from 0 to {vocab - 1}"
+                )
+        lists.append([int(t) for t in given])
+    return lists
+
+
 def make_tiers(config: EngineConfig, pool: KVPool) -> Tiers | None:
     tiers: list[HostTier | DiskTier] = []
+    if config.kv_host_bytes > (free := free_memory(torch.device("cpu"))):
+        raise MinillmError(
+            f"kv_host_bytes asks for {config.kv_host_bytes / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free; lower it"
+        )
     if config.kv_host_bytes:
         tiers.append(HostTier(config.kv_host_bytes))
     if config.kv_disk_bytes and config.kv_disk_path is not None:
@@ -89,16 +109,28 @@ def make_tiers(config: EngineConfig, pool: KVPool) -> Tiers | None:
     return Tiers(tiers) if tiers else None
 
 
-def make_namespace(model: Transformer, tokenizer: Tokenizer, config: EngineConfig, weights_id: str) -> str:
-    """What must be the same for KV to mean the same (DESIGN rule 6). Without a weights id it is this model's alone."""
+def make_namespace(
+    model: Transformer, tokenizer: Tokenizer, config: EngineConfig, attention: AttentionBackend, weights_id: str
+) -> str:
+    """What must be the same for KV to mean the same (DESIGN rule 6).
+
+    KV that nobody could recognise again gets a name that nobody else has: that of weights without an id, and that of a
+    learner's attention, whose next version may compute something else.
+    """
     backend = tokenizer.backend
     spelled = backend.to_str() if hasattr(backend, "to_str") else str(tokenizer.folder)
+    computed_by = type(attention).__name__
+    if isinstance(attention, OwnAttention):
+        computed_by = f"{type(attention.part).__qualname__} {uuid.uuid4()}"
     return engine_namespace(
-        weights=weights_id or f"in memory {id(model)}", dtype=_name(model.dtype),
+        weights=weights_id or f"in memory {uuid.uuid4()}", dtype=_name(model.dtype),
         quantization=config.quantization or "none", kv_dtype=config.kv_cache_dtype,
         tokenizer=_digest(spelled),
         template=_digest(tokenizer.chat_template or "none"),
-        attention=f"{config.block_size} {config.attention_backend} {_invariance(config)} {model.config}",
+        attention={
+            "backend": computed_by, "block_size": config.block_size, "mode": _invariance(config),
+            "device": model.device.type, "torch": str(torch.__version__), "model": str(model.config),
+        },
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Namespace:
 
     engine         of `engine_namespace`: weights, dtype, quantization, kv dtype, tokenizer, template, attention
     tenant         whose request it is; "" is a tenant like any other
-    adapter        name of the LoRA adapter, "" for none
+    adapter        name of the LoRA adapter; this engine has none, so it stays ""
     public_tokens  leading tokens that an allow-listed public prefix covers. Blocks wholly inside are shared by all
                    tenants; every later block is the tenant's own
     """
