@@ -70,7 +70,8 @@ class EngineConfig:
                    asked for: whoever measures a prompt twice here wants it computed twice
     prefix_cache   "radix" (a tree) or "hash" (a table of chained hashes)
     cache_floors   tenant -> cached blocks that other tenants cannot evict
-    public_prefixes  token ids or texts of prompts' beginnings that all tenants may share; nothing else is shared
+    public_prefixes  token ids or texts of prompts' beginnings that all tenants may share; nothing else is shared. A
+                   text is tokenised as a prompt is: to match a chat, write it as the chat template does
     scheduling_policy  "fcfs", "priority" (smaller first, ageing) or "deadline" (earliest first)
     priority_ageing_s  seconds of waiting that make up for one step of priority
     watermark      share of the blocks that admission leaves free, so that running requests can grow
@@ -137,10 +138,9 @@ class EngineConfig:
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise MinillmError(f"seed must be a whole number from 0 to 2**63-1, got {self.seed!r}")
         self._check_floors()
-        if isinstance(self.public_prefixes, str | bytes) or not isinstance(self.public_prefixes, Sequence):
-            raise MinillmError(
-                f"public_prefixes must be a list of texts or token lists, got {self.public_prefixes!r:.80}"
-            )
+        self._check_public()
+        if self.kv_disk_path is not None and (not isinstance(self.kv_disk_path, str) or not self.kv_disk_path):
+            raise MinillmError(f"kv_disk_path must be the path of a folder, as text, got {self.kv_disk_path!r:.80}")
         self._refuse_ignored()
 
     def _check_floors(self) -> None:
@@ -149,6 +149,16 @@ class EngineConfig:
         for tenant, blocks in self.cache_floors.items():
             if not isinstance(tenant, str) or isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 0:
                 raise MinillmError(f"cache_floors must map a tenant's name to blocks, got {tenant!r}: {blocks!r}")
+
+    def _check_public(self) -> None:
+        listed = isinstance(self.public_prefixes, Sequence) and not isinstance(self.public_prefixes, str | bytes)
+        entries: Sequence[Any] = self.public_prefixes if listed else [None]
+        for entry in entries:
+            if isinstance(entry, bytes) or not isinstance(entry, Sequence):
+                what = entry if listed else self.public_prefixes
+                raise MinillmError(
+                    f"public_prefixes must be a list of texts or of lists of token ids, got {what!r:.80}"
+                )
 
     def _refuse_ignored(self) -> None:
         """Options that nothing in this engine would read."""
@@ -166,7 +176,12 @@ class EngineConfig:
             raise MinillmError("preemption_mode='swap' needs a place to swap to: set kv_host_bytes or kv_disk_bytes")
         if bool(self.kv_disk_bytes) != (self.kv_disk_path is not None):
             raise MinillmError("kv_disk_bytes and kv_disk_path belong together: a folder, and how much it may hold")
-        if self.batch_invariant and self.attention_backend not in ("auto", "torch"):
+        if tiers and self.preemption_mode == "recompute" and not self.enable_prefix_caching:
+            raise MinillmError(
+                "kv_host_bytes and kv_disk_bytes hold what is evicted from a prefix cache or swapped out; with "
+                "preemption_mode='recompute' and no prefix cache nothing is: leave them at 0"
+            )
+        if self.batch_invariant and self.attention_backend != "auto":
             raise MinillmError("batch_invariant has an attention of its own; leave attention_backend at 'auto'")
 
     def _unread(self, names: Sequence[str], read: bool, owner: str, here: str) -> None:

@@ -5,7 +5,8 @@ A log is a list, bounded in events and in rows of steps. `minillm.viz.timeline(l
 
 kind         data
 queued       prompt_tokens, priority, tenant
-refused      field, reason                                a request that was judged at the door and never queued
+refused      field, reason                                at the door: never queued. Or later, with field "prompt": it
+                                                          can never run; "finished" with reason "error" follows
 hit          tokens, source ("prefix", "host", "disk")    KV found instead of computed, at admission
 first_token  -
 preempted    how ("recompute", "swap"), computed, blocks

@@ -249,7 +249,7 @@ def _one_each(name: str, value: Any, kind: type | tuple[type, ...], count: int) 
     """One value for all prompts, or a list with one for each; `make_request` judges the values themselves."""
     if isinstance(value, kind):
         return [value] * count
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) != count:
         what = "one text" if kind is str else "one number"
         raise RequestError(name, f"expected {what} or a list of {count}, got {value!r:.80}")
     return list(value)
