@@ -11,7 +11,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minillm.cache.paged import PagedCache, settle
+from minillm.cache.paged import PagedCache
+from minillm.cache.swap import settle
 from minillm.errors import MinillmError
 from minillm.events import EventLog
 from minillm.output import OutputProcessor

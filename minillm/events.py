@@ -9,7 +9,9 @@ refused      field, reason                                at the door: never que
                                                           can never run; "finished" with reason "error" follows
 hit          tokens, source ("prefix", "host", "disk")    KV found instead of computed, at admission
 first_token  -
-preempted    how ("recompute", "swap"), computed, blocks
+preempted    how, computed, blocks, copied                blocks it lost, and how many were copied. how: "swap"
+                                                          (its beginning is in a tier), "cached" (full blocks stay
+                                                          in the prefix cache till evicted) or "recompute"
 finished     reason, output_tokens
 aborted      computed
 step         rows ([request_id, new tokens, computed before] each), waiting, running, free, cached, live, seconds,

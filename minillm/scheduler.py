@@ -236,8 +236,8 @@ class Scheduler:
 
     def _preempt(self, request: Request, out: SchedulerOutput) -> None:
         computed, blocks = request.num_computed_tokens, len(request.block_ids)
-        how = self.cache.preempt(request)
-        self.events.record("preempted", request.request_id, how=how, computed=computed, blocks=blocks)
+        how, copied = self.cache.preempt(request)
+        self.events.record("preempted", request.request_id, how=how, computed=computed, blocks=blocks, copied=copied)
         self.running.remove(request)
         request.status = Status.PREEMPTED
         request.num_preemptions += 1

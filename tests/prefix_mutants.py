@@ -271,22 +271,16 @@ class ShieldsNothing(RadixPrefixCache):
         pass
 
 
-class NamesOnlyTheBlock(RadixPrefixCache):
-    def _named(self, block):
-        prefix, namespace = super()._named(block)
-        return prefix[-self.block_size :], namespace
+class TellsAfterwards(RadixPrefixCache):
+    """And only of the last one."""
 
-
-class NamesNobody(RadixPrefixCache):
-    def _named(self, block):
-        prefix, namespace = super()._named(block)
-        return prefix, Namespace(namespace.engine, "", namespace.adapter, namespace.public_tokens)
-
-
-class NamesNothingPublic(RadixPrefixCache):
-    def _named(self, block):
-        prefix, namespace = super()._named(block)
-        return prefix, Namespace(namespace.engine, namespace.tenant, namespace.adapter)
+    def evict(self, n, tenant=None):
+        listener, self.on_evict = self.on_evict, None
+        gone = super().evict(n, tenant)
+        self.on_evict = listener
+        for id in gone[-1:]:
+            listener(id)
+        return gone
 
 
 class ForgetsLocksOnClear(RadixPrefixCache):
@@ -322,6 +316,6 @@ class LeavesTheRoot(RadixPrefixCache):
 
 
 INSIDE = [
-    ExtendsAcrossReaders, CountsAllBlocks, CountsNoPins, ShieldsNothing, NamesOnlyTheBlock, NamesNobody,
-    NamesNothingPublic, ForgetsLocksOnClear, PeeksWithATouch, UnlocksHalf, CountsTheKnownTwice, LeavesTheRoot,
+    ExtendsAcrossReaders, CountsAllBlocks, CountsNoPins, ShieldsNothing, TellsAfterwards, ForgetsLocksOnClear,
+    PeeksWithATouch, UnlocksHalf, CountsTheKnownTwice, LeavesTheRoot,
 ]  # fmt: skip

@@ -321,7 +321,7 @@ class Play:
             law((None if i < public else r.tenant, number) in self.owned, "a hit of what its tenant never computed")
 
     def _tiers_hold_only_the_livings(self) -> None:
-        private = self.core.kv._private
+        private = self.core.kv.swap.private
         law(set(private) <= set(self.core.outputs), "a request has ended, and its private blocks are kept")
         if self.tiers is not None and self.setup.prefix is None:
             most = sum(self.reached.get(r.request_id, 0) // self.setup.block_size for r in private)

@@ -237,7 +237,7 @@ def test_a_request_that_is_swapped_shorter_than_before_leaves_nothing_in_the_tie
     core.step()  # 4 tokens
     core.scheduler._preempt(r, core.scheduler.schedule())
     assert len(tiers) == 4
-    key = next(core.kv._tier_keys(r, 0, 1))
+    key = next(core.kv.swap.keys(r, 0, 1))
     tiers.discard(*key)  # as a small tier forgets its oldest
     core.step()  # the first block is missing: recomputed from the start
     assert r.num_computed_tokens == 2

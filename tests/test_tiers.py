@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minillm.cache import block_file
 from minillm.cache.pool import KVPool
-from minillm.cache.tiers import DiskTier, HostTier, Tiers, pack
+from minillm.cache.tiers import Chain, DiskTier, HostTier, Link, Tiers, pack
 from minillm.errors import MinillmError
 from minillm.models.presets import preset
 
@@ -115,11 +115,69 @@ def test_a_key_is_the_namespace_and_the_whole_prefix(tmp_path):
     for namespace, prefix in ((b"n", (1, 2, 3, 4)), (b"ns2", (1, 2, 3, 4)), (b"ns", (3, 4)), (b"ns", (1, 2, 3, 4, 5))):
         assert tiers.contains(namespace, prefix) is None
         assert tiers.get(namespace, prefix) is None
-    assert tiers.contains(b"ns", pack([1, 2, 3, 4])) == "host", "packed or not, the key is the same"
-    # Joined, both would be the same bytes.
+    for same in (pack([1, 2, 3, 4]), Link(b"", pack([1, 2, 3, 4]))):
+        assert tiers.contains(b"ns", same) == "host", "packed or not, the key is the same"
+    # Joined, these would be the same bytes.
     first, second = pack([1]), pack([2])
     tiers.put(b"a" + first, second, block(2))
     assert tiers.get(b"a", first + second) is None
+    tiers.put(b"a", Link(first, second), block(2))
+    assert tiers.get(b"a", Link(b"", first + second)) is None
+
+
+LIVES = st.lists(st.tuples(st.sampled_from([b"me", b"you"]), st.lists(st.integers(0, 1), min_size=2, max_size=2)))
+
+
+@given(one=LIVES, other=LIVES)
+def test_two_chains_agree_as_far_as_tokens_and_readers_do(one, other):
+    """The digest of a block stands for all before it: tokens, and who may read each of them."""
+
+    def keys(life):
+        tokens = [t for _, own in life for t in own]
+        chain = Chain(2, lambda end: life[end // 2 - 1][0])
+        return [chain.key(tokens, i) for i in range(len(life))], chain, tokens
+
+    first, chain, tokens = keys(one)
+    second = keys(other)[0]
+    for i, (a, b) in enumerate(zip(first, second, strict=False)):
+        same = one[: i + 1] == other[: i + 1]
+        assert (a == b) == same
+        assert (block_file.name_of(*a) == block_file.name_of(*b)) == same
+    assert [chain.key(tokens, i) for i in range(len(one))] == first, "asked again, in any order"
+    for i, (namespace, link) in enumerate(first):
+        assert namespace == one[i][0]
+        assert link.own == pack(one[i][1])
+        assert link.parent == (block_file.digest_of(*first[i - 1]) if i else b"")
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_chain_hashes_each_token_once(monkeypatch, mutant):
+    """Counted in bytes. Shown to notice a chain that begins at the first block for each key."""
+    hashed = []
+    sha256 = block_file.hashlib.sha256
+    monkeypatch.setattr(block_file.hashlib, "sha256", lambda content: (hashed.append(len(content)), sha256(content))[1])
+
+    def total(blocks):
+        hashed.clear()
+        tokens, chain = list(range(16 * blocks)), Chain(16, lambda end: b"ns")
+        for i in range(blocks):
+            (Chain(16, lambda end: b"ns") if mutant else chain).key(tokens, i)
+        return sum(hashed)
+
+    assert (total(200) < 2.1 * total(100)) != mutant
+    assert (total(200) < 200 * 2 * (4 * 16 + 32)) != mutant
+
+
+def test_what_is_kept_of_a_key_does_not_grow_with_the_prefix(tmp_path):
+    host, disk = HostTier(1 << 20), DiskTier(tmp_path, 1 << 20)
+    tokens, chain = list(range(4 * 300)), Chain(4, lambda end: b"ns")
+    sizes = []
+    for i in (1, 2, 298, 299):
+        for tier in (host, disk):
+            before = tier.nbytes
+            tier.put(*chain.key(tokens, i), block(i))
+            sizes.append(tier.nbytes - before)
+    assert len({*sizes[::2]}) == len({*sizes[1::2]}) == 1
 
 
 def test_pack_takes_what_a_token_can_be():
@@ -132,18 +190,24 @@ def test_pack_takes_what_a_token_can_be():
 def test_the_longest_run_is_found_block_by_block(tmp_path):
     host, disk = HostTier(10_000), DiskTier(tmp_path, 100_000)
     tiers = Tiers([host, disk])
-    tokens = list(range(13))
-    host.put(b"ns", tokens[:4], block(0))
-    disk.put(b"ns", tokens[:8], block(1))
-    assert tiers.match(b"ns", tokens, 4) == ["host", "disk"]
-    host.put(b"ns", tokens[:12], block(2))
-    assert tiers.match(b"ns", tokens, 4) == ["host", "disk", "host"]
-    assert tiers.match(b"ns", tokens, 4, start=1) == ["disk", "host"]
-    host.put(b"ns", tokens[:11], block(3))
-    assert tiers.match(b"ns", tokens[:11], 4) == ["host", "disk"], "a partial block is no block"
-    tiers.discard(b"ns", tokens[:8])
-    assert tiers.match(b"ns", tokens, 4) == ["host"]
-    assert tiers.match(b"other", tokens, 4) == []
+    tokens, chain, asked = list(range(16)), Chain(4, lambda end: b"ns"), []
+
+    def keys(start=0):
+        asked.clear()
+        for i in range(start, 4):
+            asked.append(i)
+            yield chain.key(tokens, i)
+
+    host.put(*chain.key(tokens, 0), block(0))
+    disk.put(*chain.key(tokens, 1), block(1))
+    assert tiers.match(keys()) == ["host", "disk"]
+    assert asked == [0, 1, 2], "what follows a gap is not asked for"
+    host.put(*chain.key(tokens, 2), block(2))
+    assert tiers.match(keys()) == ["host", "disk", "host"]
+    assert tiers.match(keys(1)) == ["disk", "host"]
+    tiers.discard(*chain.key(tokens, 1))
+    assert tiers.match(keys()) == ["host"]
+    assert tiers.match([]) == []
     assert disk.nbytes == 0
     assert not list(tmp_path.rglob("*.safetensors"))
 
@@ -152,7 +216,7 @@ def test_the_longest_run_is_found_block_by_block(tmp_path):
 @pytest.mark.parametrize("kind", ["host", "disk"])
 def test_a_hash_collision_never_serves_another_prompt(tmp_path, monkeypatch, kind, mutant):
     """All keys get one name. Shown to fail where the keys themselves are not compared."""
-    monkeypatch.setattr(block_file, "name_of", lambda namespace, packed: "0" * 64)
+    monkeypatch.setattr(block_file, "name_of", lambda namespace, prefix: "0" * 64)
     if mutant:
         monkeypatch.setattr(block_file, "same_key", lambda *a: True)
     tier = HostTier(100_000) if kind == "host" else DiskTier(tmp_path, 100_000)
@@ -169,12 +233,17 @@ def test_a_hash_collision_never_serves_another_prompt(tmp_path, monkeypatch, kin
         assert len(tier) <= 1
 
 
-def test_names_of_a_run_are_the_names_of_its_prefixes():
-    packed = pack(range(9))
-    names = list(block_file.names_of(b"ns", packed, [4, 8, 36]))
-    assert names == [block_file.name_of(b"ns", packed[:n]) for n in (4, 8, 36)]
-    assert len(set(names)) == 3
-    assert block_file.name_of(b"n", b"s" + packed) != block_file.name_of(b"ns", packed)
+@pytest.mark.parametrize("mutant", [False, True])
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_equal_blocks_after_different_prefixes_are_told_apart_whatever_their_names(tmp_path, monkeypatch, kind, mutant):
+    """One name for all keys: the parent's digest is compared. Shown to fail where only a block's own tokens are."""
+    monkeypatch.setattr(block_file, "name_of", lambda namespace, prefix: "0" * 64)
+    if mutant:
+        monkeypatch.setattr(block_file, "same_key", lambda a, link, b, asked: a == b and link.own == asked.own)
+    tier = HostTier(100_000) if kind == "host" else DiskTier(tmp_path, 100_000)
+    mine, other = Chain(2, lambda end: b"ns"), Chain(2, lambda end: b"ns")
+    tier.put(*mine.key([1, 2, 7, 7], 1), block(1))
+    assert (tier.get(*other.key([1, 3, 7, 7], 1)) is not None) == mutant
 
 
 # Bounds and order
@@ -231,7 +300,7 @@ def test_the_host_tier_is_bounded_and_forgets_the_least_recently_used(operations
         if what == "put":
             left.clear()
             kept = tier.put(b"ns", prefix, block(*prefix))
-            assert left == [pack(range(i + 1)) for i in model.put(n, size)]
+            assert left == [Link(b"", pack(range(i + 1))) for i in model.put(n, size)]
             assert kept == (n in model.held)
         elif what == "discard":
             tier.discard(b"ns", prefix)
@@ -310,7 +379,8 @@ def test_without_tiers_nothing_is_kept():
     tiers = Tiers([])
     assert tiers.put(b"ns", (1,), block(1)) is None
     assert tiers.get(b"ns", (1,)) is tiers.contains(b"ns", (1,)) is None
-    assert tiers.match(b"ns", (1, 2), 1) == []
+    assert tiers.match([(b"ns", (1, 2))]) == []
+    assert tiers.first is None
 
 
 def test_a_window_on_a_large_tensor_is_copied(tmp_path):

@@ -1,11 +1,17 @@
 """The key of a block, and its file: one file a block, verified when read. Lesson 12's tiers use both.
 
-The key is the namespace and all tokens up to the block's end. A hash of it, a name, finds a block; the key decides.
+KV depends on all tokens before it, so a block is named by a chain: SHA-256 over the digest of the block before it, its
+own tokens, and who may read it (the namespace). A block's key has constant size, and a prompt of n blocks is named in
+time linear in n. Whoever holds a block compares the whole key (namespace, parent's digest, own tokens) with the one
+that is asked for; the name only finds it. So a name that two keys share costs a block and serves nobody a wrong one.
+Two different prefixes have one key only if their parents' digests are equal. Then, going up both chains, at some block
+two different inputs have the same SHA-256. Nobody can construct such a pair, and by accident it takes 2^128 blocks.
+That is why the digest is no parameter: a weaker one would be all that stands between two prompts.
 
-A file is a safetensors file: "namespace" and "prefix", the whole key; "0", "1", ..., the block's tensors; "checksum".
-The checksum is a CRC-32 over all of them with their dtypes and shapes. It is there for accidents, such as a torn write
-or a bad sector, which it misses once in 2^32, and never when all that is wrong lies within 32 bits; it takes a third
-of the time of a cryptographic hash. Against someone who may write into the folder only the folder's mode protects.
+A file is a safetensors file: "namespace", "parent" and "tokens", the key; "0", "1", ..., the block's tensors;
+"checksum", a CRC-32 over all of them with their dtypes and shapes. It is there for accidents, such as a torn write or
+a bad sector, which it misses once in 2^32, and never when all that is wrong lies within 32 bits; it takes a third of
+the time of a cryptographic hash. Against someone who may write into the folder only the folder's mode protects.
 """
 
 from __future__ import annotations
@@ -14,9 +20,10 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +31,19 @@ from torch import Tensor
 from minillm.cache.pool import BlockLayout
 from minillm.errors import MinillmError
 
-FORMAT = b"minillm block 1"  # raised with every change of the file, or of what a pool's tensors mean
-TOKEN_BYTES = 4
+FORMAT = b"minillm block 2"  # raised with every change of the file, or of what a pool's tensors mean
+DIGEST_BYTES = 32
 Payload = list[Tensor]  # of one block, on the CPU: what KVPool.read_block gives
-Prefix = Sequence[int] | bytes  # tokens, or the same packed
+
+
+class Link(NamedTuple):
+    """A block in a chain."""
+
+    parent: bytes  # digest of the block before it; b"" for the first
+    own: bytes  # its tokens, packed
+
+
+Prefix = Sequence[int] | bytes | Link  # tokens from the first on, also packed, are a chain of one block
 
 
 class UnusableError(Exception):
@@ -39,70 +55,93 @@ class UnusableError(Exception):
 
 
 def pack(tokens: Sequence[int]) -> bytes:
-    """Tokens as little-endian int32. Packed once, the key of a request's block i is [: 4 * block_size * (i + 1)]."""
+    """Tokens as little-endian int32."""
     try:
         return struct.pack(f"<{len(tokens)}i", *tokens)
     except struct.error as error:
         raise MinillmError(f"a token must be a whole number of 32 bits ({error})") from None
 
 
-def packed_of(prefix: Prefix) -> bytes:
-    return prefix if isinstance(prefix, bytes) else pack(prefix)
+def link_of(prefix: Prefix) -> Link:
+    if isinstance(prefix, Link):
+        return prefix
+    return Link(b"", prefix if isinstance(prefix, bytes) else pack(prefix))
 
 
-def name_of(namespace_key: bytes, packed: bytes) -> str:
-    """64 hexadecimal digits. The namespace's length keeps its end apart from the prefix's beginning."""
-    return next(names_of(namespace_key, packed, [len(packed)]))
+def digest_of(namespace_key: bytes, prefix: Prefix) -> bytes:
+    """32 bytes that stand for a block and all before it. Lengths keep apart where one part ends and the next begins."""
+    link = link_of(prefix)
+    head = b"%s %d %d " % (FORMAT, len(namespace_key), len(link.parent))
+    return hashlib.sha256(b"".join((head, namespace_key, link.parent, link.own))).digest()
 
 
-def names_of(namespace_key: bytes, packed: bytes, ends: Iterable[int]) -> Iterator[str]:
-    """`name_of` of packed[:end] for each of growing `ends`, in time linear in the last."""
-    digest = hashlib.sha256(b"%s %d " % (FORMAT, len(namespace_key)) + namespace_key)
-    start = 0
-    for end in ends:
-        digest.update(packed[start:end])
-        start = end
-        yield digest.copy().hexdigest()
+def name_of(namespace_key: bytes, prefix: Prefix) -> str:
+    """64 hexadecimal digits, under which a tier finds the block."""
+    return digest_of(namespace_key, prefix).hex()
 
 
-def encode(namespace_key: bytes, packed: bytes, payload: Payload) -> bytes:
+class Chain:
+    """The keys of one sequence's blocks, each digest computed once. 32 bytes a block are kept."""
+
+    def __init__(self, block_size: int, reader: Callable[[int], bytes]):
+        """reader(end): the namespace of the block that ends before token `end`."""
+        self.block_size, self.reader = block_size, reader
+        self._digests = [b""]  # what the block of this number follows
+
+    def key(self, tokens: Sequence[int], i: int) -> tuple[bytes, Link]:
+        """(namespace, link) of block i of `tokens`: always the same tokens, of which there may be more each time."""
+        for n in range(len(self._digests) - 1, i):
+            self._digests.append(digest_of(*self._key(tokens, n)))
+        return self._key(tokens, i)
+
+    def _key(self, tokens: Sequence[int], i: int) -> tuple[bytes, Link]:
+        start, end = i * self.block_size, (i + 1) * self.block_size
+        return self.reader(end), Link(self._digests[i], pack(tokens[start:end]))
+
+
+def encode(namespace_key: bytes, prefix: Prefix, payload: Payload) -> bytes:
     """The content of a block's file."""
     from safetensors.torch import save  # a bare GPU machine has no safetensors, and needs none without a disk tier
 
+    link = link_of(prefix)
     held = {str(i): t for i, t in enumerate(payload)}
-    checksum = torch.tensor([_checksum(namespace_key, packed, payload)])
-    return save(held | {"namespace": _tensor(namespace_key), "prefix": _tensor(packed), "checksum": checksum})
+    for name, part in (("namespace", namespace_key), ("parent", link.parent), ("tokens", link.own)):
+        held[name] = _tensor(part)
+    return save(held | {"checksum": torch.tensor([_checksum(namespace_key, link, payload)])})
 
 
-def decode(content: bytes, namespace_key: bytes, packed: bytes, layout: BlockLayout | None) -> Payload:
+def decode(content: bytes, namespace_key: bytes, prefix: Prefix, layout: BlockLayout | None) -> Payload:
     """The block's tensors, or UnusableError: whatever the bytes are, nothing else is raised."""
     from safetensors.torch import load
 
     try:
         held = load(content)
-        found, prefix = _bytes(held.pop("namespace")).tobytes(), _bytes(held.pop("prefix")).tobytes()
+        found, parent, own = (_bytes(held.pop(name)).tobytes() for name in ("namespace", "parent", "tokens"))
+        link = Link(parent, own)
         checksum = held.pop("checksum").item()
         payload = [held[str(i)] for i in range(len(held))]
-        sound = checksum == _checksum(found, prefix, payload)
+        sound = checksum == _checksum(found, link, payload)
     except Exception:  # bytes from a disk may break any reader anywhere
         raise UnusableError("corrupted") from None
     if not sound:
         raise UnusableError("corrupted")
-    if not same_key(found, prefix, namespace_key, packed):
+    if not same_key(found, link, namespace_key, link_of(prefix)):
         raise UnusableError("foreign")
     if layout is not None and tuple((t.dtype, tuple(t.shape)) for t in payload) != layout:
         raise UnusableError("stale")
     return payload
 
 
-def same_key(found: bytes, prefix: bytes, namespace_key: bytes, packed: bytes) -> bool:
-    return found == namespace_key and prefix == packed
+def same_key(found: bytes, link: Link, namespace_key: bytes, asked: Link) -> bool:
+    return found == namespace_key and link == asked
 
 
-def _checksum(namespace_key: bytes, packed: bytes, payload: Payload) -> int:
-    described = f"{len(namespace_key)} {len(packed)} {[(str(t.dtype), tuple(t.shape)) for t in payload]}"
+def _checksum(namespace_key: bytes, link: Link, payload: Payload) -> int:
+    sizes = f"{len(namespace_key)} {len(link.parent)} {len(link.own)}"
+    described = f"{sizes} {[(str(t.dtype), tuple(t.shape)) for t in payload]}"
     crc = zlib.crc32(described.encode(), zlib.crc32(FORMAT))
-    crc = zlib.crc32(packed, zlib.crc32(namespace_key, crc))
+    for part in (namespace_key, link.parent, link.own):
+        crc = zlib.crc32(part, crc)
     for t in payload:
         crc = zlib.crc32(_bytes(t), crc)
     return crc

@@ -23,10 +23,10 @@ from itertools import count
 from typing import Any
 
 from minillm.cache.eviction import LRU, CachedBlock, EvictionPolicy, EvictionQueue
-from minillm.cache.namespace import PUBLIC, Namespace
+from minillm.cache.namespace import PUBLIC
 from minillm.errors import MinillmError
 
-OnEvict = Callable[[tuple[int, ...], Namespace, int], Any]
+OnEvict = Callable[[int], Any]
 
 
 class BlockTree:
@@ -160,7 +160,7 @@ class BlockTree:
         while len(gone) < n and (block := self._next(tenant)) is not None:
             if self.on_evict is not None:
                 try:
-                    self.on_evict(*self._named(block), block.id)
+                    self.on_evict(block.id)
                 except Exception:
                     if gone:
                         break
@@ -211,13 +211,6 @@ class BlockTree:
             self._unshield(parent)
         if not parent.children and not parent.pins:
             self._queue(parent).put(parent)
-
-    def _named(self, block: CachedBlock) -> tuple[tuple[int, ...], Namespace]:
-        """The block's prefix, itself included, and the namespace under which it is found."""
-        chain = [*block.chain()][::-1]
-        public = sum(len(b.tokens) for b in chain if b.scope is PUBLIC)
-        engine, adapter = block.model
-        return tuple(t for b in chain for t in b.tokens), Namespace(engine, block.scope or "", adapter, public)
 
     def _forget(self, block: CachedBlock) -> None:
         """Take a leaf out of the index."""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from minillm.cache import block_file
-from minillm.cache.block_file import Payload, Prefix, capacity_of, own, packed_of
+from minillm.cache.block_file import Link, Payload, Prefix, capacity_of, own
 from minillm.cache.pool import BlockLayout
 from minillm.errors import MinillmError
 
@@ -46,7 +46,7 @@ class DiskTier:
         self.capacity_bytes = capacity_of(capacity_bytes)
         self.layout = layout
         self.stats: Counter[str] = Counter()
-        self.overflow: Callable[[bytes, bytes, Payload], object] | None = None
+        self.overflow: Callable[[bytes, Link, Payload], object] | None = None
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self.nbytes = 0
         try:
@@ -61,12 +61,11 @@ class DiskTier:
 
     def put(self, namespace_key: bytes, prefix: Prefix, payload: Payload) -> bool:
         """Whether it is kept. The file appears whole or not at all; if the machine dies, its checksum tells."""
-        packed = packed_of(prefix)
-        if self.touch(namespace_key, packed):
+        if self.touch(namespace_key, prefix):
             return True
         if not self._unlock.alive:
             return False
-        content = block_file.encode(namespace_key, packed, [own(t) for t in payload])
+        content = block_file.encode(namespace_key, prefix, [own(t) for t in payload])
         if len(content) > self.capacity_bytes:
             self.stats["too_large"] += 1
             return False
@@ -74,7 +73,7 @@ class DiskTier:
         if self.nbytes + len(content) > self.capacity_bytes:  # files that could not be deleted
             self.stats["write_errors"] += 1
             return False
-        name = block_file.name_of(namespace_key, packed)
+        name = block_file.name_of(namespace_key, prefix)
         try:
             block_file.write(self._path(name), content)
         except OSError:
@@ -87,14 +86,13 @@ class DiskTier:
 
     def get(self, namespace_key: bytes, prefix: Prefix) -> Payload | None:
         """The block, verified, or None: then a file that was there is gone."""
-        packed = packed_of(prefix)
-        name = block_file.name_of(namespace_key, packed)
+        name = block_file.name_of(namespace_key, prefix)
         if name not in self._sizes:
             self.stats["misses"] += 1
             return None
         try:
             content = block_file.read(self._path(name), self._sizes[name])
-            payload = block_file.decode(content, namespace_key, packed, self.layout)
+            payload = block_file.decode(content, namespace_key, prefix, self.layout)
         except block_file.UnusableError as error:
             fault = error.reason
         except FileNotFoundError:
@@ -109,23 +107,20 @@ class DiskTier:
         self._drop(name)
         return None
 
-    def holds(self, name: str) -> bool:
-        return name in self._sizes
-
     def contains(self, namespace_key: bytes, prefix: Prefix) -> bool:
         """Whether there is a file; only `get` verifies it."""
-        return block_file.name_of(namespace_key, packed_of(prefix)) in self._sizes
+        return block_file.name_of(namespace_key, prefix) in self._sizes
 
     def touch(self, namespace_key: bytes, prefix: Prefix) -> bool:
         """Mark it as used just now, if it is here."""
-        name = block_file.name_of(namespace_key, packed_of(prefix))
+        name = block_file.name_of(namespace_key, prefix)
         if name in self._sizes:
             self._sizes.move_to_end(name)
             return True
         return False
 
     def discard(self, namespace_key: bytes, prefix: Prefix) -> None:
-        name = block_file.name_of(namespace_key, packed_of(prefix))
+        name = block_file.name_of(namespace_key, prefix)
         if name in self._sizes:
             self._drop(name)
 

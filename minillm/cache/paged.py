@@ -1,6 +1,7 @@
 """The paged KV cache of an engine: memory, block tables, and what of it outlives a request.
 
-Lesson 06 builds blocks and tables, lesson 11 the prefix cache behind them, lesson 12 preemption and tiers. A block is
+Lesson 06 builds blocks and tables, lesson 11 the prefix cache behind them; how blocks leave for a tier and come back is
+swap.py's. A block is
 
 free    nobody's
 live    in the block table of at least one request (of several, if they begin alike)
@@ -14,17 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
-
-import torch
 
 from minillm.cache.blocks import BlockAllocator
 from minillm.cache.namespace import Namespace, PublicPrefixes
-from minillm.cache.tiers import Tiers, pack
+from minillm.cache.swap import Pool, Swap
+from minillm.cache.tiers import Tiers
 from minillm.cache.view import Tokens
 from minillm.errors import MinillmError
 from minillm.events import EventLog
@@ -34,17 +33,6 @@ from minillm.request import Request
 if TYPE_CHECKING:
     from minillm.cache.prefix import PrefixCache
     from minillm.roofline.restore import RestoreModel
-
-
-class Pool(Protocol):
-    """What a cache needs of its memory: `KVPool`, or the `ShadowPool` of the tests."""
-
-    num_blocks: int
-    block_size: int
-
-    def read_blocks(self, ids: Sequence[int]) -> list[Any]: ...
-
-    def write_blocks(self, ids: Sequence[int], payloads: Sequence[Any]) -> None: ...
 
 
 class Refusal(NamedTuple):
@@ -79,9 +67,7 @@ class PagedCache:
         for name in needed:
             if not callable(getattr(self.allocator, name, None)):
                 raise MinillmError(f"parts: the allocator needs a method {name}, got {self.allocator!r:.80}")
-        self.prefix, self.tiers, self.restore = prefix, tiers, restore
-        self.preemption_mode, self.public = preemption_mode, public
-        self.engine_namespace = namespace
+        self.prefix, self.public, self.engine_namespace = prefix, public, namespace
         self.events = events if events is not None else EventLog(0)
         self._promised: dict[Request, None] = {}  # static groups: whom blocks were promised to
         self._users: Counter[int] = Counter()  # block -> requests that have it in their table
@@ -91,10 +77,23 @@ class PagedCache:
         self._namespaces: WeakKeyDictionary[Request, Namespace] = WeakKeyDictionary()
         self._live_cached = 0  # live blocks that the prefix cache holds as well
         self._committed: dict[Request, int] = {}  # blocks of a request that the prefix cache has been shown
-        self._private: dict[Request, list[tuple[bytes, bytes]]] = {}  # keys of what a swapped request left in the tiers
+        whose = None if prefix is None else self.namespace
+        self.swap = Swap(pool, tiers, restore, preemption_mode, self.events, whose)
         if prefix is not None and tiers is not None:
-            prefix.on_evict = self._spill
+            prefix.on_evict = self.swap.spill
         self._num_free()
+
+    @property
+    def tiers(self) -> Tiers | None:
+        return self.swap.tiers
+
+    @tiers.setter
+    def tiers(self, tiers: Tiers | None) -> None:
+        self.swap.tiers = tiers
+
+    @property
+    def restore(self) -> RestoreModel | None:
+        return self.swap.restore
 
     # Counting -----------------------------------------------------------------------------------------
 
@@ -211,8 +210,7 @@ class PagedCache:
             self.prefix.use(found, request.num_tokens, counted=not request.num_preemptions)
         if ids:
             self.events.record("hit", request.request_id, tokens=len(ids) * bs, source="prefix")
-        if self.tiers is not None:
-            self._restore(request, most)
+        self.swap.back(request, most)
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_computed_tokens
         return True
@@ -240,40 +238,6 @@ class PagedCache:
         if len(set(ids)) != len(ids) or any(not 1 <= i <= self.pool.num_blocks for i in ids):
             raise MinillmError(f"parts: the prefix cache must name different blocks of the pool, got {ids!r:.80}")
         return ids
-
-    def _restore(self, request: Request, most: int) -> None:
-        """Fill the request's first missing blocks from the tiers, as many as cost less to copy than to compute."""
-        assert self.tiers is not None
-        bs, start = self.pool.block_size, request.num_computed_tokens // self.pool.block_size
-        keys: list[tuple[bytes, bytes]] = []
-        where: list[str] = []
-        for key in self._tier_keys(request, start, most):
-            if (tier := self.tiers.contains(*key)) is None:
-                break
-            keys.append(key)
-            where.append(tier)
-        first = start
-        if self.restore is not None and where and self.preemption_mode != "swap":
-            tail = request.num_tokens - (start + len(where)) * bs
-            count, _ = self.restore.restoring(where, context_before=start * bs, tail=tail)
-            where = where[:count]
-        for source, run in _runs(where):
-            begun, payloads = time.perf_counter(), []
-            for i in range(start, start + run):
-                payload = self.tiers.get(*keys[i - first])
-                if payload is None:  # corrupted or gone: compute from here on
-                    break
-                payloads.append(payload)
-            if payloads:
-                self.pool.write_blocks(request.block_ids[start : start + len(payloads)], payloads)
-                if self.restore is not None:
-                    settle(self.pool)
-                    self.restore.observe_copy(source, len(payloads), time.perf_counter() - begun, write=False)
-                self.events.record("hit", request.request_id, tokens=len(payloads) * bs, source=source)
-            start += len(payloads)
-            request.num_computed_tokens = start * bs
-            if len(payloads) < run:
-                return
 
     def grow(self, request: Request, num_tokens: int | None = None) -> bool:
         """Blocks for so many tokens (all of the request's, unless told otherwise). False: there are none; no change."""
@@ -349,6 +313,7 @@ class PagedCache:
         self.allocator.share(new)
         self._live_cached += len(new)
         self._committed[request] = full
+        self.swap.cached(request, request.block_ids[:full], new)
         last = self._refusal
         if last and known <= last.hit < full and tokens[last.hit * bs : (last.hit + 1) * bs] == last.following:
             self._refusal = None  # it may be what the head of the queue begins with
@@ -366,57 +331,21 @@ class PagedCache:
         # The end of the sequence first: what is freed first is reused first, and a prefix is worth most at its start.
         self.allocator.free(held[::-1])
 
-    # Preemption (lesson 12) -----------------------------------------------------------------------------------
-
-    def preempt(self, request: Request) -> str:
-        """Take all blocks from a running request. "swap": its full blocks went to a tier first; or "recompute"."""
-        how = "recompute"
-        if self.tiers is not None and self.preemption_mode != "recompute":
-            with contextlib.suppress(Exception):  # no memory for a copy: its tokens can be computed again
-                how = self._swap_out(request)
+    def preempt(self, request: Request) -> tuple[str, int]:
+        """Take all blocks from a running request. (how its tokens are kept, blocks copied for that): see `Swap.out`."""
+        how, copied = "recompute", 0
+        with contextlib.suppress(Exception):  # no memory for a copy: its tokens can be computed again
+            how, copied = self.swap.out(request)
         self.release(request)
         request.num_computed_tokens = 0
-        return how
-
-    def _swap_out(self, request: Request) -> str:
-        assert self.tiers is not None
-        bs = self.pool.block_size
-        full = request.num_computed_tokens // bs
-        keys = list(self._tier_keys(request, 0, full))
-        away = [i for i in range(full) if self.tiers.contains(*keys[i]) is None]
-        if self.restore is not None and self.preemption_mode == "auto":
-            tail = request.num_tokens - full * bs
-            if self.restore.preemption(full, stored=full - len(away), tail=tail).how == "recompute":
-                return "recompute"
-        begun = time.perf_counter()
-        kept = None
-        for i, payload in zip(away, self.pool.read_blocks([request.block_ids[i] for i in away]), strict=True):
-            kept = self.tiers.put(*keys[i], payload) or kept
-        if away and self.restore is not None:
-            self.restore.observe_copy("host", len(away), time.perf_counter() - begun, write=True)
-        if self.prefix is None and full > len(self._private.get(request, ())):
-            self._private[request] = keys  # of all that it ever left there: it may come back with less
-        return "swap" if full and (kept or not away) else "recompute"
+        return how, copied
 
     def forget(self, request: Request) -> None:
-        """The request is over: what it alone left in the tiers goes."""
+        """The request is over: nothing is remembered of it but what the prefix cache has."""
         if self._refusal is not None and self._refusal.request is request:
             self._refusal = None
+        self.swap.forget(request)
         self._namespaces.pop(request, None)
-        for key in self._private.pop(request, ()):
-            if self.tiers is not None:
-                self.tiers.discard(*key)
-
-    def _spill(self, tokens: Sequence[int], namespace: Namespace, block: int) -> None:
-        """A cached block loses its place: keep it in a tier, if reading it back would beat computing it."""
-        assert self.tiers is not None
-        key, packed = namespace.reader_key(len(tokens)), pack(tokens)
-        if self.tiers.contains(key, packed) is not None:
-            return
-        restore = None if self.preemption_mode == "swap" else self.restore
-        if restore is not None and not restore.worth_keeping(context_before=len(tokens) - self.pool.block_size):
-            return
-        self.tiers.put(key, packed, self.pool.read_blocks([block])[0])
 
     # Whose is what ---------------------------------------------------------------------------------------------
 
@@ -427,19 +356,6 @@ class PagedCache:
             namespace = Namespace(self.engine_namespace, request.tenant, public_tokens=public)
             self._namespaces[request] = namespace
         return namespace
-
-    def _tier_keys(self, request: Request, start: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-        """(who may read it, the prefix up to its end) of the request's blocks from `start` to before `end`.
-
-        One at a time: a long prompt of which no tier knows the first block costs one key, not all of them.
-        """
-        bs, packed = self.pool.block_size, pack(request.tokens)
-        namespace = None if self.prefix is None else self.namespace(request)
-        own = f"{self.engine_namespace} {id(self)} {request.request_id} {request.arrival!r}".encode()
-        for i in range(start, end):
-            stop = bs * (i + 1)
-            # Without a prefix cache nothing is shared, and the key is the request's own.
-            yield own if namespace is None else namespace.reader_key(stop), packed[: 4 * stop]
 
     # Static groups (lessons 06 and 09) ------------------------------------------------------------------------
 
@@ -459,21 +375,3 @@ class PagedCache:
                 f"{self.pool.num_blocks} are free; finish or close the streams under way, or raise num_kv_blocks"
             )
         self._promised.update(dict.fromkeys(requests))
-
-
-def settle(pool: Pool) -> None:
-    """Wait for what the pool's device still does, before a time is taken: a kernel's launch is not its end."""
-    memory = getattr(pool, "k", None)
-    if memory is not None and memory.is_cuda:
-        torch.cuda.synchronize(memory.device)
-
-
-def _runs(names: Sequence[str]) -> list[tuple[str, int]]:
-    """[(name, how many in a row)]."""
-    out: list[tuple[str, int]] = []
-    for name in names:
-        if out and out[-1][0] == name:
-            out[-1] = (name, out[-1][1] + 1)
-        else:
-            out.append((name, 1))
-    return out

@@ -35,7 +35,7 @@ class PrefixCache(Protocol):
 
     block_size: int
     floors: dict[str, int]
-    on_evict: OnEvict | None  # called with (prefix, namespace, id) before a block leaves
+    on_evict: OnEvict | None  # called with its id before a block leaves; who inserted it knows what it holds
 
     def match(self, tokens: Sequence[int], namespace: Namespace) -> tuple[list[int], int]: ...
 

@@ -116,7 +116,7 @@ class PrefixPart:
                 if id not in self.kept:
                     raise MinillmError(f"parts: evict gave block {id}, which is not in the cache")
                 if self.on_evict is not None:
-                    self.on_evict(self._prefix(id), self.kept[id].namespace, id)
+                    self.on_evict(id)
                 del self.kept[id]
             gone += left
         return gone
@@ -148,9 +148,6 @@ class PrefixPart:
         while at is not None and at in self.kept:
             yield at
             at = self.kept[at].parent
-
-    def _prefix(self, id: int) -> tuple[int, ...]:
-        return tuple(t for i in [*self._chain(id)][::-1] for t in self.kept[i].tokens)
 
     def clear(self) -> list[int]:
         ids = list(self.kept)
