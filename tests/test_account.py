@@ -57,7 +57,7 @@ def test_no_operator_of_a_layer_is_glue(embedded_folder, name):
     assert {name: before.get(name) for name in ("plan", "write", "forward")} == {
         name: vars(attention).get(name) for name in ("plan", "write", "forward")
     }
-    assert not vars(llm.engine.model.ops), "a wrapper was left behind"
+    assert not any(map(callable, vars(llm.engine.model.ops).values())), "a wrapper was left behind"
 
 
 @pytest.mark.model
