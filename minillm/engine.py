@@ -37,7 +37,7 @@ from minillm.models.invariant import RowByRow, make_invariant
 from minillm.models.tokenizer import Tokenizer
 from minillm.models.transformer import Transformer
 from minillm.output import OutputProcessor
-from minillm.parts import check_parts, make_part
+from minillm.parts import check_parts, check_scheduler, make_part
 from minillm.policy import Load, SchedulerPolicy, make_policy
 from minillm.request import MAX_SEED, Request, SamplingParams
 from minillm.runner import CachedRunner, NaiveRunner, PagedRunner, Runner
@@ -103,6 +103,7 @@ class Engine:
             limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.enable_chunked_prefill, keep)
             what = "the cache, the policy, the limits and the event log"
             scheduler = make_part("scheduler", self._make_scheduler, what, self.cache, self.policy, limits, self.events)
+            check_scheduler(scheduler)
             budget = config.max_num_batched_tokens if config.enable_chunked_prefill else None
             return EngineCore(scheduler, runner, self._sampler, make_output, self.cache, self.events, budget)
         runner = copy.copy(runner)  # shares the model; cache and rows are made by start()

@@ -7,7 +7,7 @@ answer is judged where it comes back, and the error names the part. What a part 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 from torch import Tensor
@@ -72,6 +72,17 @@ def make_part(name: str, make: Callable[..., Any], what: str, *arguments: Any) -
     except ValueError:  # some built-in callables have no signature
         pass
     return make(*arguments)
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """Raise MinillmError if it lacks what every step calls."""
+    for name in ("add", "schedule", "finish"):
+        if not callable(getattr(scheduler, name, None)):
+            raise MinillmError(f"parts: the scheduler needs a method {name}, got {scheduler!r:.80}")
+    if not isinstance(waiting := getattr(scheduler, "num_waiting", None), int) or isinstance(waiting, bool):
+        raise MinillmError(f"parts: the scheduler's num_waiting must be a number (a property), got {waiting!r:.80}")
+    if not isinstance(running := getattr(scheduler, "running", None), Sized):
+        raise MinillmError(f"parts: the scheduler's running must be a list of requests, got {running!r:.80}")
 
 
 class OwnAttention:

@@ -22,7 +22,7 @@ from minillm.request import Request
 
 @dataclass(frozen=True)
 class Load:
-    """A snapshot of the engine, for `admit`."""
+    """A snapshot of the engine, for `admit`. The door takes it while a step may run: `Engine.load`."""
 
     waiting: int
     running: int
@@ -38,7 +38,7 @@ class SchedulerPolicy(Protocol):
         """One of these loses its blocks; they are in the order of their keys, and none has begun this step."""
 
     def admit(self, request: Request, load: Load) -> str | None:
-        """None, or why the request is refused at the door."""
+        """None, or why the request is refused at the door. Called in the caller's thread, not in the step loop's."""
 
 
 class FirstCome:

@@ -65,7 +65,11 @@ class Limits:
 
 
 class SchedulerLike(Protocol):
-    """The part that `LLM(parts={"scheduler": MyScheduler})` replaces; called with (cache, policy, limits, events)."""
+    """The part that `LLM(parts={"scheduler": MyScheduler})` replaces; called with (cache, policy, limits, events).
+
+    Two things it may leave out, and what needs them is then refused: pause(request, paused), which bounds the streams
+    of `AsyncLLM`, and waiting.expired(now), which a request with a deadline needs.
+    """
 
     running: list[Request]
 

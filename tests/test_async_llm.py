@@ -511,6 +511,31 @@ def test_the_log_carries_the_callers_id_from_the_start_and_the_refusals_of_the_d
     assert {e.request_id for e in llm.engine.events} == {"", "mine", "two-0", "two-1", "bad"}
 
 
+def test_a_policy_at_the_door_sees_the_engine_while_it_runs(make):
+    class Door(FirstCome):
+        def __init__(self):
+            self.loads = []
+
+        def admit(self, request, load):
+            self.loads.append(load)
+            return "we are full" if load.running + load.waiting >= 3 else None
+
+    policy = Door()
+    llm = make(parts={"policy": policy}, enable_prefix_caching=True, cache_floors={"a": 2})
+
+    async def main():
+        works = [last(llm.generate([i] * 20, GREEDY, tenant="ab"[i % 2])) for i in range(40)]
+        results = await asyncio.gather(*works, return_exceptions=True)
+        refused = [r for r in results if isinstance(r, RequestError) and "we are full" in str(r)]
+        assert len(refused) + sum(not isinstance(r, Exception) for r in results) == 40
+        assert len(refused) == len(llm.engine.events.of("refused"))
+        assert await settled(llm)
+
+    run(main())
+    assert len(policy.loads) == 40
+    assert all(0 <= load.free_blocks <= load.total_blocks == 12 for load in policy.loads)
+
+
 def test_a_conversation_is_answered_as_llm_answers_it(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "chat")
     template = "{% for m in messages %}{{ m.content + ' ' }}{% endfor %}"

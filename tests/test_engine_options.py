@@ -127,6 +127,13 @@ def test_batch_invariant_requests_are_the_same_to_the_bit_beside_others_and_afte
     assert [o.logprobs for o in got] == [o.logprobs for o in want]  # floats, compared exactly
     crowded.engine.cache.check()
 
+    # The comparison sees a rounding that depends on the company: the same with the logits off by a last bit.
+    forward = crowded.engine.runner.forward
+    nudged = lambda requests, counts: forward(requests, counts) * (1 + 2**-23 * (len(requests) > 1))
+    crowded.engine.runner.forward = nudged
+    off = [r.outputs[0] for r in ask(crowded, prompts, params)]
+    assert [o.logprobs for o in off] != [o.logprobs for o in want]
+
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 @pytest.mark.parametrize("prefix", [False, True])
@@ -339,6 +346,28 @@ def test_what_a_request_asks_in_vain_is_refused_on_every_face(make, options, fie
         assert error.value.field == field
     assert [e.data["field"] for e in llm.engine.events.of("refused")] == [field, field]
     assert ask(llm, [5])
+
+
+def without(name):
+    def make(*arguments):
+        scheduler = NoQueue(*arguments)
+        setattr(scheduler, name, None)
+        return scheduler
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["add", "schedule", "finish"])
+def test_a_scheduler_that_lacks_what_a_step_calls_is_refused_at_the_start(make, name):
+    with pytest.raises(MinillmError, match=f"parts: the scheduler needs a method {name}"):
+        make(parts={"scheduler": without(name)})
+
+
+@pytest.mark.parametrize("name", ["num_waiting", "running"])
+def test_a_scheduler_whose_counts_are_none_is_refused_at_the_start(make, name, monkeypatch):
+    monkeypatch.setattr(NoQueue, name, None)
+    with pytest.raises(MinillmError, match=f"parts: the scheduler's {name} must be"):
+        make(parts={"scheduler": NoQueue})
 
 
 @pytest.mark.parametrize(
