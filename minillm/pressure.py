@@ -140,7 +140,7 @@ def _copies(events: list[Event], steps: list[Event]) -> tuple[float, set[int]]:
     moved = {
         e.step
         for e in events
-        if (e.kind == "preempted" and e.data.get("how") == "swap")
+        if (e.kind == "preempted" and e.data.get("copied", e.data.get("how") == "swap"))
         or (e.kind == "hit" and e.data.get("source") in ("host", "disk"))
     }
     usual = median([e.data["schedule_seconds"] for e in steps if e.step not in moved] or [0.0])

@@ -107,6 +107,14 @@ def test_storm_and_fragmentation_differ_in_named_evidence():
     assert signature(internal(), BS).evidence["memory free"] == 0
 
 
+@pytest.mark.parametrize(("how", "copied", "moves"), [("swap", 0, False), ("swap", 9, True), ("recompute", 2, True)])
+def test_a_step_moved_blocks_if_any_were_copied(how, copied, moves):
+    """A swap of what the tier has already copies nothing; and one that kept nothing has copied all the same."""
+    data = {"how": how, "computed": 140, "blocks": 9, "copied": copied}
+    log = decoding(extra=lambda i: (("preempted", "1", data),) if i == 7 else ())
+    assert signature(log, BS).evidence["steps that moved blocks"] == moves
+
+
 def test_an_id_that_is_used_again_is_another_request():
     """An engine's names are its caller's: the second "a" has computed nothing yet, and holds what it computes."""
     queued = Event(0, 0.0, "queued", "a", {"prompt_tokens": 32, "priority": 0, "tenant": ""})

@@ -181,6 +181,19 @@ def test_with_a_prefix_cache_nothing_is_copied_until_it_is_evicted():
     assert request.output_token_ids == core.shadow.expected(request.prompt_token_ids, 2)
 
 
+def test_a_spill_that_failed_is_tried_again():
+    """Its block stays in the cache, and so must its name."""
+    core, _ = core_with(blocks=8, tiers=Tiers([HostTier(10_000)]), prefix=RadixPrefixCache(2))
+    core.add(core.request([1, 2, 3, 4, 5], 1))
+    core.finish_all()
+    read, core.kv.pool.read_blocks = core.kv.pool.read_blocks, None
+    with pytest.raises(TypeError):
+        core.kv.prefix.evict(1)
+    core.kv.pool.read_blocks = read
+    core.kv.allocator.free(core.kv.prefix.evict(2))
+    assert len(core.kv.tiers) == 2
+
+
 @pytest.mark.parametrize("prefix", [False, True])
 def test_a_disk_alone_is_judged_and_observed_as_a_disk(tmp_path, prefix):
     tiers = Tiers([DiskTier(tmp_path, 100_000)])

@@ -85,12 +85,12 @@ class Swap:
         """A cached block loses its place."""
         if self.tiers is None or (first := self.tiers.first) is None or block not in self._cached:
             return
-        key, before = self._cached.pop(block)
-        if self.tiers.touch(*key) is not None:
-            return
-        restore = None if self.mode == "swap" else self.restore
-        if restore is None or restore.worth_keeping(first, context_before=before):
-            self._copy([(key, block)])
+        key, before = self._cached[block]
+        if self.tiers.touch(*key) is None:
+            restore = None if self.mode == "swap" else self.restore
+            if restore is None or restore.worth_keeping(first, context_before=before):
+                self._copy([(key, block)])
+        del self._cached[block]  # not before: if this raised, the block stays in the prefix cache
 
     # Without: when a request is preempted
 
