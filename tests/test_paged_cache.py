@@ -153,6 +153,27 @@ def test_a_head_that_others_crowd_out_is_asked_again_with_other_limits(kind):
     core.kv.release(head)
 
 
+@both_kinds
+def test_a_head_is_asked_again_after_a_release_though_less_can_be_had_than_before(kind):
+    """Another request holds the blocks that the head would share: neither to be had now, nor needed."""
+    core = core_with(kind, blocks=9)
+    common = [1, 2, 3, 4, 5, 6, 7, 8]
+    core.add(core.request(common, 1))
+    core.finish_all()
+    other, head, sharer = (core.request(p) for p in ([9] * 3, common + [7] * 8, [*common, 5]))
+    assert core.kv.admit(other)
+    assert not core.kv.admit(head)
+    before = core.kv.available()
+    assert core.kv.admit(sharer)
+    assert not core.kv.admit(head)
+    core.kv.release(other)
+    assert core.kv.available() < before
+    assert core.kv.admit(head)
+    for r in (head, sharer):
+        core.kv.release(r)
+    assert core.idle
+
+
 def test_two_that_hold_the_very_same_blocks_are_not_alone():
     """Neither may take what was to be left free, though no block is live but those that both would hold."""
     core = core_with(blocks=4)
