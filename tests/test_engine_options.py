@@ -378,6 +378,29 @@ def test_a_priority_that_somebody_may_read_is_taken(make, options):
     assert ask(make(**options), [5], priority=1)
 
 
+def test_what_a_request_asks_reaches_the_engine_from_every_face(make, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "chat")
+    (copy / "tokenizer_config.json").write_text('{"chat_template": "{{ messages[0].content }}"}')
+    llm = LLM(copy, **SMALL, scheduling_policy="priority")
+    whose = {"priority": 3, "tenant": "ann", "deadline_s": 60.0}
+    talk = [{"role": "user", "content": "w5"}]
+    ask(llm, [5], **whose)
+    llm.chat(talk, GREEDY, use_tqdm=False, **whose)
+    "".join(llm.stream([5], GREEDY, **whose))
+    several = {"priority": [3, 4], "tenant": ["ann", "bob"], "deadline_s": [None, 60.0]}
+    llm.chat([talk, talk], GREEDY, use_tqdm=False, **several)
+    queued = [(e.data["priority"], e.data["tenant"]) for e in llm.engine.events.of("queued")]
+    assert queued == [(3, "ann")] * 4 + [(4, "bob")]
+
+
+def test_who_waits_past_its_deadline_never_begins(make):
+    llm = make(max_num_seqs=1)
+    first, late = ask(llm, [[5], [6]], deadline_s=[None, 1e-6])
+    assert first.outputs[0].finish_reason == "length"
+    assert (late.outputs[0].finish_reason, late.outputs[0].token_ids) == ("abort", [])
+    assert "".join(llm.stream([6], GREEDY, deadline_s=1e-6)) == ""
+
+
 def test_a_refused_request_takes_no_seed(make):
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     llm = make(seed=3)
@@ -428,6 +451,8 @@ def test_what_computes_kv_is_part_of_its_name(make, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "0.0")
     others.append(name(PagedSDPA(pool)))
     monkeypatch.setattr(model, "device", torch.device("cuda"))
+    others.append(name(PagedSDPA(pool)))
+    monkeypatch.setattr(model, "ops", object())
     others.append(name(PagedSDPA(pool)))
     assert all(a != b for a, b in itertools.combinations([base, *others], 2))
     assert Namespace(base).adapter == ""

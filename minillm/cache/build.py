@@ -128,8 +128,8 @@ def make_namespace(
         tokenizer=_digest(spelled),
         template=_digest(tokenizer.chat_template or "none"),
         attention={
-            "backend": computed_by, "block_size": config.block_size, "mode": _invariance(config),
-            "device": model.device.type, "torch": str(torch.__version__), "model": str(model.config),
+            "backend": computed_by, "operators": type(model.ops).__name__, "block_size": config.block_size,
+            "mode": _invariance(config), "device": model.device.type, "torch": str(torch.__version__), "model": str(model.config),
         },
     )  # fmt: skip
 
