@@ -129,7 +129,8 @@ def make_namespace(
         template=_digest(tokenizer.chat_template or "none"),
         attention={
             "backend": computed_by, "operators": type(model.ops).__name__, "block_size": config.block_size,
-            "mode": _invariance(config), "device": model.device.type, "torch": str(torch.__version__), "model": str(model.config),
+            "mode": _invariance(config), "device": model.device.type, "torch": str(torch.__version__),
+            "model": str(model.config),
         },
     )  # fmt: skip
 
