@@ -118,6 +118,9 @@ class Play:
         self.core = parts.core(
             setup.blocks, setup.block_size, policy, limits, make_cache, self.events, make_scheduler=parts.scheduler
         )
+        self.inside: Request | None = None  # to be aborted from inside the next step
+        forward, self.core.runner.forward = self.core.runner.forward, self._forward
+        self._inner = forward
         self.made: list[Request] = []
         self.alive: list[Request] = []
         # What the log must agree with.
@@ -160,6 +163,15 @@ class Play:
         law(ended or r.finish_reason == "abort", f"an aborted request ended with {r.finish_reason}")
         self.alive = [x for x in self.alive if not x.finished]
 
+    def _forward(self, requests: Sequence[Request], counts: Sequence[int]) -> Any:
+        """A forward pass in the middle of which somebody may be aborted."""
+        if self.inside is not None:
+            self.core.abort(self.inside)
+        for r, n in zip(requests, counts, strict=True):
+            enough = len(r.block_ids) * self.setup.block_size >= r.num_computed_tokens + n
+            law(enough, f"blocks of request {r.request_id} were freed while a step was reading them")
+        return self._inner(requests, counts)
+
     def pause(self, r: Request, paused: bool) -> None:
         if r in self.core.outputs:
             self.core.scheduler.pause(r, paused)
@@ -172,13 +184,21 @@ class Play:
             r for r in self.core.outputs
             if r.deadline is not None and r.deadline < self.now and r.status == Status.WAITING and not r.paused
         }  # fmt: skip
+        waited = list(self.core.scheduler.waiting)
+        kept = self._size_of_floors()
         number, before = self.events.step, {r: list(r.output_token_ids) for r in able}
         done = self.core.step()
+        law(self.inside is None or self.events.step == number or self.inside.finished, "an abort was lost")
+        self.inside = None
         for error in self.core.failures.values():
             raise Fault(f"a request failed: {error!r}") from error
         law(all(r.finish_reason == "abort" for r in late), "a request whose deadline had passed was not ended")
         law(not late & {r for r, *_ in self._rows(number)}, "a request whose deadline had passed ran")
         self._budget(number, running)
+        self._order(number, running, waited)
+        for tenant, size in kept.items():
+            least = min(size, self.setup.floors[tenant])
+            law(self.core.kv.prefix._size[tenant] >= least, f"{tenant!r} was brought below its floor")
         some = self.events.step > number or bool(done)
         law(some or not able, "nothing was computed in a step in which somebody could run")
         for r, old in before.items():
@@ -194,9 +214,8 @@ class Play:
     def _rows(self, number: int) -> list[tuple[Request, int, int]]:
         if self.events.step == number:
             return []
-        last = self.events.events[-1]
-        law(last.kind == "step", "the last event of a step is the step")
-        return [(self.by_id[name], n, before) for name, n, before in last.data["rows"]]
+        step = next(e for e in reversed(self.events.events) if e.kind == "step")
+        return [(self.by_id[name], n, before) for name, n, before in step.data["rows"]]
 
     def _budget(self, number: int, running: list[tuple[Request, int]]) -> None:
         rows, setup = self._rows(number), self.setup
@@ -219,12 +238,36 @@ class Play:
             if n == 1 and r not in got and r.request_id not in taken and not r.finished:
                 law(streams >= setup.budget, f"stream {r.request_id} was held up by a chunk")
 
+    def _order(self, number: int, running: list[tuple[Request, int]], waited: list[Request]) -> None:
+        """Who joined, and who gave way, by their keys."""
+        core, key = self.core, self.core.policy.key
+        taken = {self.by_id[e.request_id] for e in self.events if e.step == number and e.kind == "preempted"}
+        joined = [r for r, *_ in self._rows(number) if r in waited]
+        queue = core.scheduler.waiting
+        left = [key(r) for r in waited if r in queue]
+        law(not joined or not left or max(map(key, joined)) <= min(left), "somebody joined before its turn")
+        for r, _ in running:
+            if r in taken:
+                later = [x for x, _ in running if key(x) > key(r) and x not in taken and x in core.scheduler.running]
+                law(not later, f"request {r.request_id} gave way, and {[x.request_id for x in later]} come after it")
+                law(not any(x.paused for x in core.scheduler.running), "somebody gave way before one that is paused")
+        stayed = [r for r, _ in running if r in core.scheduler.running and r not in taken]
+        if joined and stayed and self.setup.prefix is None:
+            law(core.kv.available() >= self.setup.keep_free, "the watermark was not left free")
+
+    def _size_of_floors(self) -> dict[str, int]:
+        """Cached blocks of each tenant that has a floor and nobody in the engine: others cannot take all of them."""
+        busy = {r.tenant for r in self.core.outputs}
+        return {t: self.core.kv.prefix._size[t] for t in self.setup.floors if t not in busy}
+
     def _right(self, r: Request) -> None:
         law(r.finish_reason in ("length", "abort"), f"request {r.request_id} ended with {r.stop_reason!r}")
         want = self.core.shadow.expected(r.prompt_token_ids, r.max_tokens)
         law(r.output_token_ids == want[: len(r.output_token_ids)], f"request {r.request_id} generated something else")
         law(r.finish_reason == "abort" or len(r.output_token_ids) == r.max_tokens, "too few tokens")
         law(not r.block_ids, f"request {r.request_id} has ended and holds blocks")
+        late = r.finish_reason == "abort" and "deadline" in str(r.stop_reason)
+        law(not late or (not r.output_token_ids and not r.num_preemptions), "a deadline ended who had begun")
 
     def look(self) -> None:
         """Everything that must hold between two moves."""
@@ -358,11 +401,12 @@ class Play:
 
 
 def play(
-    seed: int, parts: Parts | None = None, moves: int = 30, look_every: int = 1, setup: Setup | None = None
-) -> int:
+    seed: int, parts: Parts | None = None, moves: int = 30, look_every: int = 1, setup: Setup | None = None,
+    folder: Any = None,
+) -> int:  # fmt: skip
     """One random schedule to its end. Returns how many slots were read and compared. Raises Fault, or what broke."""
     rng = random.Random(seed)
-    game = Play(setup or random_setup(rng), parts)
+    game = Play(setup or random_setup(rng), parts, folder)
     for i in range(moves):
         for _ in range(rng.choice([0, 0, 1, 1, 3]) if len(game.alive) < 10 else 0):
             add_random(game, rng)
@@ -370,6 +414,8 @@ def play(
             r = rng.choice(game.alive or game.made)
             if x < 0.1:
                 game.abort(r)
+            elif x < 0.15:
+                game.inside = r
             else:
                 game.pause(r, not r.paused)
         game.step()

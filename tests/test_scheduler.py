@@ -10,7 +10,8 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import Parts, Play, Setup, add_random, random_setup
+from scheduler_mutants import RARE, slip
+from schedules import Play, Setup, add_random, random_setup
 
 from minillm.cache.paged import PagedCache
 from minillm.cache.prefix import RadixPrefixCache
@@ -389,9 +390,11 @@ def test_five_thousand_waiting_all_end():
     assert core.idle
 
 
-def test_those_who_have_left_do_not_pile_up_in_the_queue():
+@pytest.mark.parametrize("slipped", [False, True])
+def test_those_who_have_left_do_not_pile_up_in_the_queue(slipped):
     """An entry of a heap is skipped, not sought, when its request leaves; both heaps must be swept in time."""
-    core = ShadowCore(32, 4, policy=Priority(100.0), limits=Limits(1, 8), events=EventLog(clock=lambda: 0.0))
+    make = slip(*RARE["who has left piles up among the deadlines"]).scheduler if slipped else Scheduler
+    core = ShadowCore(32, 4, Priority(100.0), Limits(1, 8), None, EventLog(clock=lambda: 0.0), make)
     core.add(stays := core.request([1], 2, priority=1000, deadline=1.0))  # the earliest deadline, and last in the order
     for i in range(2000):
         core.add(core.request([i % 5], 1, deadline=1000.0 + i))
@@ -400,12 +403,12 @@ def test_those_who_have_left_do_not_pile_up_in_the_queue():
     waiting = core.scheduler.waiting
     assert len(waiting) == 1
     assert len(waiting._heap) <= 64
-    assert len(waiting._deadlines) <= 64
+    assert (len(waiting._deadlines) <= 64) != slipped
     for r in [core.request([1], 1, priority=2000, deadline=9.0) for _ in range(500)]:
         core.add(r)
         core.abort(r)
     assert len(waiting._heap) <= 64
-    assert len(waiting._deadlines) <= 64
+    assert len(waiting._deadlines) <= 64 or slipped
 
 
 # Ends -------------------------------------------------------------------------------------------------------------
@@ -431,9 +434,11 @@ def test_random_workloads_end_within_the_bound(seed):
     game.end()  # raises if `Play.bound()` does not suffice, and looks at every law after each step
 
 
-def test_a_token_that_was_set_aside_for_a_stream_that_gave_way_is_not_lost():
+@pytest.mark.parametrize("slipped", [False, True])
+def test_a_token_that_was_set_aside_for_a_stream_that_gave_way_is_not_lost(slipped):
     """A stream that is last, and finds no block, gives way to itself; the chunk that waited for it goes on at once."""
-    core = ShadowCore(4, 1, policy=Priority(100.0), limits=Limits(2, 1))
+    make = slip(*RARE["a token that was set aside is lost"]).scheduler if slipped else Scheduler
+    core = ShadowCore(4, 1, policy=Priority(100.0), limits=Limits(2, 1), make_scheduler=make)
     core.add(stream := core.request([1], 4))
     core.step()
     core.scheduler.pause(stream)
@@ -441,12 +446,14 @@ def test_a_token_that_was_set_aside_for_a_stream_that_gave_way_is_not_lost():
     core.step()
     core.scheduler.pause(stream, False)
     assert core.scheduler.running == [long, stream]
+    idle = 0
     for _ in range(60):
         if not core.has_work:
             break
         number = core.events.step
         core.step()
-        assert core.events.step == number + 1
+        idle += core.events.step == number
+    assert idle == slipped
     assert stream.num_preemptions
     right(core, [stream, long])
 
@@ -605,12 +612,3 @@ def test_the_log_tells_what_happened():
         assert kinds[-1] == "finished"
         assert own[-1].data == {"reason": r.finish_reason, "output_tokens": len(r.output_token_ids)}
     assert {"hit", "preempted"} <= {e.kind for e in log}
-
-
-def test_a_scheduler_of_its_own_kind_is_played_by_the_same_driver():
-    class Same(Scheduler):
-        pass
-
-    game = Play(Setup(), Parts(scheduler=Same))
-    game.add([1, 2, 3], 3)
-    game.end()
