@@ -140,9 +140,9 @@ def test_evictable_promises_what_evict_gives():
     part.unlock([2])
     assert part.evictable() == 2
     gone = []
-    part.on_evict = lambda prefix, namespace, id: gone.append((prefix, id))
+    part.on_evict = gone.append
     assert part.evict(5) == [2, 1]
-    assert gone == [((1, 1, 2, 2), 2), ((1, 1), 1)]
+    assert gone == [2, 1]
 
 
 @pytest.mark.parametrize(
