@@ -1,16 +1,17 @@
-"""Checks of exercise 09: continuous batching. References and mistakes are in batching.py."""
+"""Checks of exercise 09: continuous batching. References and mistakes are in batching.py and batch_loop.py."""
 
 from __future__ import annotations
 
 from functools import partial
 
+from minillm.course.checks import batch_loop as loop
 from minillm.course.checks import batching as b
 from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
 
 # 09.1 the prediction: twelve answers at four places; a step takes 20 ms and 1 ms for each request in it.
 LENGTHS, SEATS = (9, 2, 3, 2, 2, 8, 3, 2, 3, 2, 2, 10), 4
 TOKENS = sum(LENGTHS)
-STATIC, CONTINUOUS = (max(b.last_steps(LENGTHS, SEATS, how)) for how in (False, True))
+STATIC, CONTINUOUS = (max(loop.last_steps(LENGTHS, SEATS, how)) for how in (False, True))
 TIMES = [20 * steps + TOKENS for steps in (STATIC, CONTINUOUS)]
 RATIO = TIMES[0] / TIMES[1]
 EMPTY = 100 * (1 - TOKENS / (STATIC * SEATS))
@@ -152,66 +153,66 @@ LESSON = Lesson(
             ],
         ),
         Task(
-            "09.4", "run", "The step loop", b.run,
+            "09.4", "run", "The step loop", loop.run,
             [
-                Case("two requests, one place", b.loop_args(("a", [3, 1, 4], 3, 5), ("b", [2, 7], 2, 6), seats=1),
-                     run=b.loop_play, why="one after the other: prompt, then token by token"),
+                Case("two requests, one place", loop.loop_args(("a", [3, 1, 4], 3, 5), ("b", [2, 7], 2, 6), seats=1),
+                     run=loop.loop_play, why="one after the other: prompt, then token by token"),
                 Case("joining and leaving",
-                     b.loop_args(("a", [3, 1, 4], 2, 5), ("b", [2, 7], 6, 6), ("c", [8, 2, 8, 1], 3, 7),
+                     loop.loop_args(("a", [3, 1, 4], 2, 5), ("b", [2, 7], 6, 6), ("c", [8, 2, 8, 1], 3, 7),
                                  ("d", [1], 1, 8)),
-                     run=b.loop_play, points=2,
+                     run=loop.loop_play, points=2,
                      why="each token is drawn from its request's seed and its position in the request",
                      hint="the position of a token is the number of tokens before it: prompt and output"),
                 Case("prompts in pieces",
-                     b.loop_args(("a", [3, 1, 4, 1, 5, 9, 2], 3, 5), ("b", [2, 7], 4, 6), chunk=3),
-                     run=b.loop_play, points=2,
+                     loop.loop_args(("a", [3, 1, 4, 1, 5, 9, 2], 3, 5), ("b", [2, 7], 4, 6), chunk=3),
+                     run=loop.loop_play, points=2,
                      why="a row with a piece of a prompt moves the counter and gives no token"),
                 Case("one that ends by itself",
-                     b.loop_args(("stops", [6, 5], 9, 3), ("b", [2, 7], 5, 6), ("c", [4, 4], 3, 1)),
-                     run=b.loop_play, points=2,
+                     loop.loop_args(("stops", [6, 5], 9, 3), ("b", [2, 7], 5, 6), ("c", [4, 4], 3, 1)),
+                     run=loop.loop_play, points=2,
                      why="token END ends a request, and belongs to its output; its place and blocks are free at once"),
             ],
             rel=0.0, abs=0.0,
             mistakes=[
-                Mistake("finish and free exactly once", partial(b.run_with, twice=True)),
-                Mistake("its blocks must be freed when it ends", partial(b.run_with, no_free=True)),
+                Mistake("finish and free exactly once", partial(loop.run_with, twice=True)),
+                Mistake("its blocks must be freed when it ends", partial(loop.run_with, no_free=True)),
                 Mistake("drawn by the place in the batch: a neighbour changes the text; the position is the number "
-                        "of tokens before it", partial(b.run_with, seat=True)),
-                Mistake("each request has its own seed", partial(b.run_with, one_seed=True)),
+                        "of tokens before it", partial(loop.run_with, seat=True)),
+                Mistake("each request has its own seed", partial(loop.run_with, one_seed=True)),
                 Mistake("off by one: the position of a token is the number of tokens before it",
-                        partial(b.run_with, shift=1)),
+                        partial(loop.run_with, shift=1)),
                 Mistake("off by one: the position of a token is the number of tokens before it",
-                        partial(b.run_with, shift=-1)),
+                        partial(loop.run_with, shift=-1)),
                 Mistake("a piece of a prompt gives no token: sample only when nothing is missing",
-                        partial(b.run_with, eager=True)),
-                Mistake("token END belongs to the output", partial(b.run_with, keeps_end=False)),
-                Mistake("a token is missing: it ends when it has max_tokens", partial(b.run_with, short=1)),
+                        partial(loop.run_with, eager=True)),
+                Mistake("token END belongs to the output", partial(loop.run_with, keeps_end=False)),
+                Mistake("a token is missing: it ends when it has max_tokens", partial(loop.run_with, short=1)),
             ],
         ),
         Task(
-            "09.5", "last_steps", "Steps from lengths", b.last_steps,
+            "09.5", "last_steps", "Steps from lengths", loop.last_steps,
             [
-                Case("equal lengths", lambda: (EVEN,), run=b.both,
+                Case("equal lengths", lambda: (EVEN,), run=loop.both,
                      why="then both ways are the same: nothing to gain"),
-                Case("static groups", lambda: (MIXED,), run=b.static_way, points=2,
+                Case("static groups", lambda: (MIXED,), run=loop.static_way, points=2,
                      why="a group begins when the longest of the one before has ended; each ends with its own length"),
-                Case("continuous", lambda: (MIXED,), run=b.continuous_way, points=2,
+                Case("continuous", lambda: (MIXED,), run=loop.continuous_way, points=2,
                      why="the place of an answer that ends in step k computes the next one in step k + 1"),
-                Case("one place, or more than requests", lambda: (EDGES,), run=b.both,
+                Case("one place, or more than requests", lambda: (EDGES,), run=loop.both,
                      why="one place is a queue; places that nobody needs change nothing"),
             ],
             rel=0.0, abs=0.0,
             mistakes=[
-                Mistake("the first step is step 1", partial(b.last_steps_with, first=0)),
+                Mistake("the first step is step 1", partial(loop.last_steps_with, first=0)),
                 Mistake("an answer ends with its own last token, not with its group",
-                        partial(b.last_steps_with, by_group=True)),
+                        partial(loop.last_steps_with, by_group=True)),
                 Mistake("a place stays empty for a step: the next one begins in the very next step",
-                        partial(b.last_steps_with, gap=1)),
+                        partial(loop.last_steps_with, gap=1)),
                 Mistake("in the order of arrival: nobody knows the lengths beforehand",
-                        partial(b.last_steps_with, shortest=True)),
-                Mistake("continuous: a free place is taken at once", partial(b.last_steps_with, only="static")),
+                        partial(loop.last_steps_with, shortest=True)),
+                Mistake("continuous: a free place is taken at once", partial(loop.last_steps_with, only="static")),
                 Mistake("static: the next group waits for the longest of this one",
-                        partial(b.last_steps_with, only="continuous")),
+                        partial(loop.last_steps_with, only="continuous")),
             ],
         ),
     ],
