@@ -302,6 +302,7 @@ class Engine:
 
 def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapping[str, Any] | None = None) -> Engine:
     """Find, read and place a model. Raises MinillmError when something about it is wrong."""
+    from minillm.models.compiled import compile_ops, expect_compilation
     from minillm.models.hub import resolve
     from minillm.models.weights import load_weights
     from minillm.quant import quantize_model
@@ -314,11 +315,15 @@ def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapp
     if config.max_model_len is not None and config.max_model_len > limit:
         raise MinillmError(f"max_model_len {config.max_model_len} is more than the model's {limit} positions")
     device = pick_device(config.device)
+    if config.compile:
+        expect_compilation(device)  # before the weights are read
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     weights = load_weights(folder, model_config, dtype, device)
     pack = device.type == "cpu" and config.quantization is None  # quantised weights are packed on their own
     transformer = Transformer(model_config, weights, config.max_model_len, pack=pack)
     if config.quantization is not None:
         quantize_model(transformer, config.quantization)
+    if config.compile:
+        compile_ops(transformer)
     identity = weights_id(folder, exact=config.kv_disk_path is not None)
     return Engine(transformer, Tokenizer(folder), config, parts, identity)

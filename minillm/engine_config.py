@@ -23,7 +23,7 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "scheduling_policy": ("fcfs", "priority", "deadline"),
     "preemption_mode": ("auto", "recompute", "swap"),
 }
-FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "batch_invariant")
+FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "batch_invariant", "compile")
 WHOLE = ("max_num_seqs", "max_num_batched_tokens")  # positive whole numbers
 OPTIONAL_WHOLE = ("max_model_len", "threads", "num_kv_blocks")  # or None
 BYTES = ("kv_host_bytes", "kv_disk_bytes")  # whole numbers, 0 is none
@@ -80,6 +80,8 @@ class EngineConfig:
     kv_host_bytes, kv_disk_bytes, kv_disk_path  room for evicted and swapped blocks in host memory and on disk; 0 is
                    none, and the path is a folder
     batch_invariant  a request's logits do not depend, to the bit, on what runs beside it; slower (lesson 09)
+    compile        on a CPU: compile the operators between the matrix products when the model is loaded, which takes
+                   some seconds and a C++ compiler (lesson 09)
     """
 
     dtype: str = "auto"
@@ -110,6 +112,7 @@ class EngineConfig:
     kv_disk_bytes: int = 0
     kv_disk_path: str | None = None
     batch_invariant: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype != "auto":
@@ -183,6 +186,8 @@ class EngineConfig:
             )
         if self.batch_invariant and self.attention_backend != "auto":
             raise MinillmError("batch_invariant has an attention of its own; leave attention_backend at 'auto'")
+        if self.batch_invariant and self.compile:
+            raise MinillmError("batch_invariant has operators of its own; compile=True would be ignored with it")
 
     def _unread(self, names: Sequence[str], read: bool, owner: str, here: str) -> None:
         for f in fields(self):
