@@ -1,4 +1,4 @@
-"""References and typical mistakes of exercise 09: a queue that ages, and a scheduler. The step loop is in batch_loop.py.
+"""References and typical mistakes of exercise 09: a queue that ages, and a scheduler. The loop is in batch_loop.py.
 
 Sorted lists in place of heaps, and apart from solutions/ and the engine.
 """
