@@ -164,7 +164,7 @@ def test_streams_that_do_not_fit_together_take_turns(paged_llm):
     after a while the texts may differ. In the batch-invariant mode they do not (test_batch_invariant.py).
     """
     cache = paged_llm.engine.cache
-    long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)  # 16 of the 24 blocks; the context ends one at 248
+    long = SamplingParams(temperature=0, max_tokens=250, ignore_eos=True)  # 16 of the 24 blocks
     prompts = ["Once upon a time", "1, 2, 3,"]
     alone = ["".join(paged_llm.stream(p, long)) for p in prompts]
     paged_llm.engine.events.clear()
@@ -172,7 +172,7 @@ def test_streams_that_do_not_fit_together_take_turns(paged_llm):
     for pair in itertools.zip_longest(*streams, fillvalue=""):
         texts = [t + piece for t, piece in zip(texts, pair, strict=True)]
     assert [t[:60] for t in texts] == [t[:60] for t in alone]
-    assert [e.data["output_tokens"] for e in paged_llm.engine.events.of("finished")] == [250, 248]
+    assert [e.data["output_tokens"] for e in paged_llm.engine.events.of("finished")] == [250, 248]  # the context ends
     assert paged_llm.engine.events.of("preempted")
     assert idle(cache)
 

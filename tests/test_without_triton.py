@@ -32,7 +32,9 @@ def test_every_module_but_the_kernels_can_be_imported():
         import importlib, pkgutil
         import minillm, minillm.kernels
         # The peers' workers are no modules of ours to import: other environments run them as scripts.
-        skipped = ("minillm.kernels.", "minillm.course.mutants", "minillm.course.broken.", "minillm.bench.peer_workers.")
+        skipped = (
+            "minillm.kernels.", "minillm.course.mutants", "minillm.course.broken.", "minillm.bench.peer_workers.",
+        )
         for m in pkgutil.walk_packages(minillm.__path__, "minillm."):
             if not m.name.startswith(skipped) and not m.name.endswith("__main__"):
                 try:
