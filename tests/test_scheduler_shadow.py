@@ -100,8 +100,10 @@ def test_a_request_that_can_never_fit_is_refused_and_the_next_proceeds():
     core.add(big)
     core.add(small)
     core.finish_all()
-    assert big.finish_reason == "error" and "even alone" in big.stop_reason
-    assert small.finish_reason == "length" and core.idle
+    assert big.finish_reason == "error"
+    assert "even alone" in big.stop_reason
+    assert small.finish_reason == "length"
+    assert core.idle
 
 
 def test_a_request_is_never_added_twice():
