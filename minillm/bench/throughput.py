@@ -38,12 +38,15 @@ OURS: dict[str, dict[str, Any]] = {
     "minillm-static": {"batching": "static"},
     "minillm-prefix": {"enable_prefix_caching": True},
     "minillm-int4": {"quantization": "int4"},
+    "minillm-compiled": {"compile": True},
+    "minillm-prefix-compiled": {"enable_prefix_caching": True, "compile": True},
 }
 SIDES = {
-    "W1": ("minillm", "minillm-static", "transformers", "vllm", "llama.cpp"),
-    "W2": ("minillm", "minillm-int4", "transformers", "vllm", "llama.cpp", "llama.cpp-q4_1"),
+    "W1": ("minillm", "minillm-compiled", "minillm-static", "transformers", "vllm", "llama.cpp"),
+    "W2": ("minillm", "minillm-compiled", "minillm-int4", "transformers", "vllm", "llama.cpp", "llama.cpp-q4_1"),
     "W3": (
-        "minillm", "minillm-prefix", "transformers", "vllm", "vllm-prefix", "llama.cpp", "llama.cpp-prefix",
+        "minillm", "minillm-compiled", "minillm-prefix", "minillm-prefix-compiled", "transformers", "vllm",
+        "vllm-prefix", "llama.cpp", "llama.cpp-prefix",
     ),
 }  # fmt: skip
 TURNS = {"W1": 1, "W2": 3, "W3": 1}  # in a round: the short one more often
@@ -93,6 +96,7 @@ def pairs(name: str, sides: list[str]) -> list[tuple[str, str]]:
     """(ours, the other) of every ratio of a workload."""
     found = [(partner(s), s) for s in sides if not s.startswith("minillm")]
     found += [("minillm", "minillm-static"), ("minillm-int4", "minillm"), ("minillm-prefix", "minillm")]
+    found += [("minillm-compiled", "minillm"), ("minillm-prefix-compiled", "minillm-prefix")]
     return [(a, b) for a, b in found if a in sides and b in sides]
 
 
@@ -110,7 +114,13 @@ def run(options: Options) -> dict[str, Any]:
     if longest > config.max_position_embeddings:
         raise MinillmError(f"{options.model} has {config.max_position_embeddings} positions, this needs {longest}")
     quality, sha256 = _quality(options) if "W2" in names else ({}, None)
-    here = lambda s: bool(quality) if s == "minillm-int4" else s in OURS or s.split("-")[0] in named
+    compiles = _compiles(options)
+
+    def here(s: str) -> bool:
+        if s in OURS:
+            return bool(quality) if s == "minillm-int4" else compiles or not s.endswith("-compiled")
+        return s.split("-")[0] in named
+
     sides = {name: [s for s in SIDES[name] if here(s)] for name in names}
 
     device = ceilings(options)
@@ -157,6 +167,17 @@ def _quality(options: Options) -> tuple[dict[str, Any], str]:
         return {}, sha256
 
 
+def _compiles(options: Options) -> bool:
+    from minillm.models.compiled import expect_compilation
+
+    try:
+        expect_compilation(torch.device(options.device))
+    except MinillmError as error:
+        options.out(str(error))
+        return False
+    return True
+
+
 def _predict(
     book: Any, options: Options, config: ModelConfig, shapes: Mapping[str, Workload], sides: Mapping[str, list[str]],
     batch: int,
@@ -169,7 +190,7 @@ def _predict(
             how: dict[str, Any] = {"prompts": work.prompt_tokens, "new_tokens": work.new_tokens}
             if side != "minillm-static":
                 how |= {"budget": EngineConfig.max_num_batched_tokens, "seqs": options.requests}
-            if side == "minillm-prefix":
+            if side.startswith("minillm-prefix"):
                 how["shared"] = work.shared
             if side == "minillm-int4":
                 how["weights_as"] = "int4"
