@@ -262,3 +262,16 @@ def test_rows_must_fit_the_reservation(tiny_folder):
     cache = ContiguousKVCache(model.config, 1, 4, torch.float32)
     with pytest.raises(ValueError, match="would hold 5 tokens, but only 4 are reserved"):
         model.forward(Batch.build([Row(0, 0, 5)], [1, 2, 3, 4, 5]), cache)
+
+
+def test_operators_of_ones_own_need_no_rotation(tiny_folder):
+    """Lesson 04's learner mounts norms and an activation; the rotation then is the plain one."""
+
+    class Mine:
+        rms_norm, add_rms_norm, swiglu = tf.TorchOps.rms_norm, tf.TorchOps.add_rms_norm, tf.TorchOps.swiglu
+
+    model = ours(tiny_folder("llama"))
+    batch = Batch.build([Row(0, 0, 5)], [1, 2, 3, 4, 5])
+    plain = model.forward(batch, NoCacheAttention())
+    model.ops = Mine()
+    assert torch.equal(model.forward(batch, NoCacheAttention()), plain)

@@ -92,6 +92,8 @@ class Ops(Protocol):
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """[N, 2 I] -> [N, I]."""
 
+    # Optional, both or none: without them the rotation is the plain one.
+
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """The step's cosines and sines as `rope` wants them, [N, 1, d] each. Called once a step."""
 
@@ -117,6 +119,9 @@ class TorchOps:
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return apply_rope(x, cos, sin)
+
+
+PLAIN = TorchOps()
 
 
 class Layer:
@@ -151,6 +156,10 @@ class Transformer:
                     setattr(layer.w, name, None)
             self.lm_head.pack()
 
+    @property
+    def _rotation(self) -> Ops:
+        return self.ops if hasattr(self.ops, "rope") else PLAIN
+
     @torch.inference_mode()
     def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
         """Hidden states after the final norm. batch.token_ids and batch.positions [N] -> [N, D]."""
@@ -166,7 +175,8 @@ class Transformer:
         x = F.embedding(token_ids, self.embed)  # [N, D]
         cos = sin = None
         if not hasattr(attention, "rope_write"):  # a backend that fuses the rotation looks its angles up itself
-            cos, sin = ops.angles(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))  # [N, 1, d]
+            cos, sin = (table[positions].unsqueeze(1) for table in (self.cos, self.sin))  # [N, 1, d]
+            cos, sin = self._rotation.angles(cos, sin)
         h = ops.rms_norm(x, self.layers[0].w.input_norm, eps)
         after = [layer.w.input_norm for layer in self.layers[1:]] + [self.final_norm]
         for i, layer in enumerate(self.layers):
@@ -191,7 +201,8 @@ class Transformer:
             fresh = heads if layer.w.q_norm is None else torch.cat((qk, v), dim=1)
             q = attention.rope_write(i, fresh, self.cos, self.sin, positions, plan)
         else:
-            q, k = self.ops.rope(qk, cos, sin).split((c.num_heads, c.num_kv_heads), dim=1)  # one rotation for both
+            turned = self._rotation.rope(qk, cos, sin)  # one rotation for both
+            q, k = turned.split((c.num_heads, c.num_kv_heads), dim=1)
             attention.write(i, k, v, plan)
         out = attention.forward(i, q, plan)  # [N, H, d]
         return layer.o(out.reshape(len(h), -1))
