@@ -270,7 +270,7 @@ def test_operators_of_ones_own_need_no_rotation(tiny_folder):
     class Mine:
         rms_norm, add_rms_norm, swiglu = tf.TorchOps.rms_norm, tf.TorchOps.add_rms_norm, tf.TorchOps.swiglu
 
-    model = ours(tiny_folder("llama"))
+    model = ours(tiny_folder("llama"), pack=False)
     batch = Batch.build([Row(0, 0, 5)], [1, 2, 3, 4, 5])
     plain = model.forward(batch, NoCacheAttention())
     model.ops = Mine()
