@@ -268,7 +268,6 @@ class AsyncLLM(Face):
     def _forget(self, stream: Stream) -> None:
         """Nobody is there to cancel it: its generator died with its loop."""
         self._ids.discard(stream.name)
-        self._paused.discard(stream)
         with contextlib.suppress(Exception):
             self._abort(stream)
 
@@ -276,9 +275,6 @@ class AsyncLLM(Face):
         self.dead = error
         failure = MinillmError(f"the engine has ended: {error}")
         streams = set(self._streams.values())
-        for r in list(self.core.outputs):
-            with contextlib.suppress(Exception):
-                self.core.abort(r, str(failure))
         with contextlib.suppress(queue.Empty):  # those that were sent and not yet heard
             while True:
                 command = self._commands.get(block=False)

@@ -19,6 +19,7 @@ from minillm.cache.pool import KVPool, block_bytes
 from minillm.cache.prefix import PrefixCache, PublicPrefixes, RadixPrefixCache, engine_namespace
 from minillm.cache.prefix_hash import HashPrefixCache
 from minillm.cache.tiers import DiskTier, HostTier, Tiers
+from minillm.config import dtype_name
 from minillm.device import free_memory
 from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError
@@ -53,7 +54,7 @@ def make_paged_cache(
         from minillm.roofline.restore import RestoreModel  # the roofline is loaded only where a choice needs it
 
         restore = RestoreModel.for_machine(
-            model.config, model.device.type, dtype=_name(model.dtype), block_size=config.block_size,
+            model.config, model.device.type, dtype=dtype_name(model.dtype), block_size=config.block_size,
             block_bytes=block_bytes(model.config, config.block_size, model.dtype.itemsize, config.kv_cache_dtype),
             chunk=config.max_num_batched_tokens, weights_as=config.quantization,
         )  # fmt: skip
@@ -123,7 +124,7 @@ def make_namespace(
     if isinstance(attention, OwnAttention):
         computed_by = f"{type(attention.part).__qualname__} {uuid.uuid4()}"
     return engine_namespace(
-        weights=weights_id or f"in memory {uuid.uuid4()}", dtype=_name(model.dtype),
+        weights=weights_id or f"in memory {uuid.uuid4()}", dtype=dtype_name(model.dtype),
         quantization=config.quantization or "none", kv_dtype=config.kv_cache_dtype,
         tokenizer=_digest(spelled),
         template=_digest(tokenizer.chat_template or "none"),
@@ -156,7 +157,3 @@ def weights_id(folder: Path, exact: bool) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -81,7 +81,7 @@ class PagedCache:
         self.swap = Swap(pool, tiers, restore, preemption_mode, self.events, whose)
         if prefix is not None and tiers is not None:
             prefix.on_evict = self.swap.spill
-        self._num_free()
+        _ = self.num_free  # judged before anything runs
 
     @property
     def tiers(self) -> Tiers | None:
@@ -104,16 +104,13 @@ class PagedCache:
         """Blocks of the longest sequence that the request may reach. Its last token is never computed."""
         return self.blocks_for(request.num_prompt_tokens + request.max_tokens - 1)
 
-    def _num_free(self) -> int:
+    @property
+    def num_free(self) -> int:
         """What the allocator says."""
         free = getattr(self.allocator, "num_free", None)
         if not isinstance(free, int) or isinstance(free, bool):
             raise MinillmError(f"parts: the allocator's num_free must be a number (a property), got {free!r:.80}")
         return free
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free()
 
     @property
     def num_live(self) -> int:
@@ -127,7 +124,7 @@ class PagedCache:
     def available(self, tenant: str = "") -> int:
         """Blocks that a tenant's request could get now: free ones, and cached ones that may be evicted for it."""
         evictable = 0 if self.prefix is None else self.prefix.evictable(tenant)
-        return self._num_free() + evictable - self.promised
+        return self.num_free + evictable - self.promised
 
     def capacity(self, tenant: str = "") -> int:
         """The most blocks that a tenant's request may ever have: all but what others' floors keep, and the public
@@ -157,7 +154,7 @@ class PagedCache:
         return f"its {request.num_tokens} tokens need {need} blocks of KV cache, and it may have {most}, even alone"
 
     def _lost(self) -> str:
-        free, held = self._num_free(), self.num_live + self.num_cached
+        free, held = self.num_free, self.num_live + self.num_cached
         if free + held == self.pool.num_blocks:
             return ""
         return (
@@ -271,11 +268,11 @@ class PagedCache:
     def _take(self, n: int, tenant: str, alone: bool) -> list[int] | None:
         """n blocks of nobody, evicting cached ones if need be; None if there are not so many. alone: nobody but the
         asking request runs."""
-        short = n - self._num_free()
+        short = n - self.num_free
         # `evictable` may be too careful where floors are set. Nobody else can free a block: see what an eviction gives.
         if short > 0 and self.prefix is not None and (alone or short <= self.prefix.evictable(tenant)):
             self.allocator.free(self.prefix.evict(short, tenant))
-        if n > self._num_free():
+        if n > self.num_free:
             return None
         return self._allocate(n) if n else []
 

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -168,7 +169,8 @@ class Swap:
             tail = request.num_tokens - (start + len(where)) * bs
             count, _ = self.restore.restoring(where, context_before=start * bs, tail=tail)
             where = where[:count]
-        for source, run in _runs(where):
+        for source, in_a_row in groupby(where):
+            run = len(list(in_a_row))
             begun, payloads = time.perf_counter(), []
             for key in self.keys(request, start, start + run):
                 payload = self.tiers.get(*key)
@@ -192,14 +194,3 @@ def settle(pool: Pool) -> None:
     memory = getattr(pool, "k", None)
     if memory is not None and memory.is_cuda:
         torch.cuda.synchronize(memory.device)
-
-
-def _runs(names: Sequence[str]) -> list[tuple[str, int]]:
-    """[(name, how many in a row)]."""
-    out: list[tuple[str, int]] = []
-    for name in names:
-        if out and out[-1][0] == name:
-            out[-1] = (name, out[-1][1] + 1)
-        else:
-            out.append((name, 1))
-    return out
