@@ -12,12 +12,13 @@ PYTEST_ARGS ?=
 export PATH := $(abspath $(BIN)):$(PATH)
 export JUPYTER_PLATFORM_DIRS := 1
 
-.PHONY: help setup lab test lint course exercises triton-matrix clean
+.PHONY: help setup lab test lint clients course exercises triton-matrix clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make lab [PORT=8888]   set up, then open JupyterLab at the first lesson"
 	@echo "make test              set up, then run every test (lint, units, notebooks, grader, records)"
+	@echo "make clients           make .venv-clients: clients of other projects that the tests talk through"
 	@echo "make setup             make .venv, install, fetch the embedded model; done once"
 	@echo "make lint              ruff and mypy"
 	@echo "make course            execute every lesson from a fresh kernel"
@@ -42,7 +43,15 @@ setup: $(VENV)/.installed
 lab: setup
 	@$(BIN)/python -m minillm.course.lab --port $(PORT)
 
-test: setup lint
+# Their versions do not fit beside the course's, so they have an environment of their own.
+.venv-clients/.installed: constraints-clients.txt | $(VENV)/.created
+	$(PYTHON) -m venv --clear .venv-clients
+	.venv-clients/bin/python -m pip --disable-pip-version-check install -q -c constraints-clients.txt litellm langchain-openai
+	@touch $@
+
+clients: .venv-clients/.installed
+
+test: setup lint clients
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
@@ -60,4 +69,4 @@ triton-matrix: setup
 	$(BIN)/python tests/triton_matrix.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

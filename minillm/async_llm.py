@@ -17,44 +17,33 @@ import contextlib
 import itertools
 import os
 import queue
+import secrets
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from minillm.core import Delta, EngineCore
 from minillm.errors import MinillmError, RequestError
+from minillm.inbox import Inbox
 from minillm.llm import Face, Given, Prompt
 from minillm.models.hub import EMBEDDED
 from minillm.models.tokenizer import Message
 from minillm.request import Request, RequestOutput, SamplingParams
+from minillm.stream import Delivery, Item, Stream, deliver
 
 MAX_BUFFERED = 64  # tokens that a stream may be ahead of its reader
 IDLE_WAIT_S = 0.02  # between looks at deadlines and paused requests when nothing can run
-Item = tuple[Request, str, int, bool]  # request, new text, tokens so far, whether that is all
+Command = tuple[Callable[[Any], None], Stream | None]
 
 
-class Stream:
-    """What one prompt's requests have given and its reader has not taken. Filled by the engine, emptied by the reader.
+class Remote(Protocol):
+    """Another engine that may compute prompts for this one: `cluster.remote_prefill.RemotePrefill` (lesson 15)."""
 
-    `given` is written by the engine's thread alone, `taken` by the reader's: no lock is needed to compare them.
-    """
+    def take(self, request: Request) -> bool:
+        """Whether it has taken the request, which the core then holds. In the engine's thread."""
 
-    def __init__(self, name: str, requests: list[Request], loop: asyncio.AbstractEventLoop, limit: int | None):
-        self.name, self.requests, self.loop, self.limit = name, requests, loop, limit
-        self.given = self.taken = 0
-        self.paused = False  # engine's thread
-        self.arrived: list[Item] = []
-        self.wake = asyncio.Event()
-        self.failure: BaseException | None = None
-
-    def deliver(self, items: list[Item], failure: BaseException | None = None) -> None:
-        """On the reader's loop."""
-        self.arrived += items
-        self.failure = self.failure or failure
-        self.wake.set()
-
-
-Command = tuple[Callable[[Stream], None], Stream]
+    def close(self) -> None: ...
 
 
 class AsyncLLM(Face):
@@ -81,8 +70,11 @@ class AsyncLLM(Face):
         if max_buffered is not None and not pauses:
             raise MinillmError("max_buffered needs a scheduler with pause(request, paused), and parts' has none")
         self.max_buffered = (max_buffered or MAX_BUFFERED) if pauses else None
+        self.epoch = secrets.token_hex(8)  # of this engine: another one has nothing of what is cached here
         self.dead: BaseException | None = None  # why the engine's thread has ended, if it has
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._lost: BaseException | None = None  # why it must end
+        self.remote: Remote | None = None  # who may compute prompts instead; they are then submitted through it
+        self._commands: Inbox[Command | None] = Inbox()
         self._streams: dict[Request, Stream] = {}  # engine's thread
         self._paused: set[Stream] = set()  # engine's thread
         self._ids: set[str] = set()  # of requests under way
@@ -90,6 +82,9 @@ class AsyncLLM(Face):
         self._door = threading.Lock()  # make_request counts, and callers may be in several threads
         self._thread = threading.Thread(target=self._work, name="minillm-engine", daemon=True)
         self._thread.start()
+        if self.engine.spread is not None:
+            end = weakref.WeakMethod(self._end_soon)  # the engine outlives nobody by who watches its ranks
+            self.engine.spread.launched.on_lost = lambda why: (call := end()) and call(why)
 
     # For callers --------------------------------------------------------------------------------------------
 
@@ -118,7 +113,8 @@ class AsyncLLM(Face):
                     output.request_id = name
                     yield output
             finally:
-                self._send(self._abort, stream, even_if_dead=True)
+                if not self._commands.take_back((self._add, stream)):  # else nobody has heard of it
+                    self._send(self._abort, stream, even_if_dead=True)
         finally:
             self._ids.discard(name)
 
@@ -151,11 +147,33 @@ class AsyncLLM(Face):
             if stream.failure is not None:
                 raise MinillmError(_words(stream.failure)) from stream.failure
 
+    def stalled_s(self) -> float:
+        """Seconds since a step last got on, while somebody waits for one; else 0. From any thread."""
+        return max(0.0, self.core.clock() - self.core.progressed) if self.core.has_work else 0.0
+
+    def make_request(self, prompt_token_ids: Sequence[int], params: SamplingParams, name: str, **whose: Any) -> Request:
+        """A request that is not queued, for who adds it by `call`. Raises RequestError. From any thread."""
+        with self._door:
+            return self.engine.make_request(prompt_token_ids, params, request_id=name, **whose)
+
+    def call(self, work: Callable[[], None]) -> None:
+        """work() in the engine's thread, between two steps: there, the core and its cache may be changed. From any
+        thread. Once the engine has ended, nothing."""
+        self._commands.put((lambda _: work(), None))
+
     def shutdown(self, timeout_s: float = 10.0) -> None:
-        """End every request and the engine's thread. A second time, nothing."""
+        """End every request, the engine's thread and its other processes. A second time, nothing."""
         self._commands.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+            if self.remote is not None:  # by now it was told of all that ended
+                self.remote.close()
+            self.engine.close()
+
+    def _end_soon(self, why: BaseException) -> None:
+        """A rank is gone while nobody computes. From any thread."""
+        self._lost = why
+        self._commands.put(None)
 
     def __enter__(self) -> AsyncLLM:
         return self
@@ -190,7 +208,7 @@ class AsyncLLM(Face):
                 # Nothing could run: everybody is paused, or the scheduler is at fault, which the core counts and tells.
                 if self.core.idle_steps and not self._obey(wait=True, timeout=IDLE_WAIT_S):
                     break
-            self._end(MinillmError("it was shut down"))
+            self._end(self._lost or MinillmError("it was shut down"))
         except BaseException as error:  # nothing may be left waiting for a thread that is gone
             self._end(error)
 
@@ -205,19 +223,22 @@ class AsyncLLM(Face):
                 wait = False
         return True
 
-    def _guarded(self, command: Callable[[Stream], None], stream: Stream) -> None:
+    def _guarded(self, command: Callable[[Any], None], stream: Stream | None) -> None:
         """A command may fail in a learner's part. That is its stream's end, and nobody else's."""
         try:
             command(stream)
         except Exception as error:
+            if stream is None:
+                return
             with contextlib.suppress(Exception):  # one fault is told at a time
                 self._abort(stream)
-            self._tell(stream, [], error)
+            self._tell(stream, error)
 
     def _add(self, stream: Stream) -> None:
         for r in stream.requests:
             self._streams[r] = stream
-            self.core.add(r)
+            if self.remote is None or not self.remote.take(r):
+                self.core.add(r)
 
     def _abort(self, stream: Stream) -> None:
         self._paused.discard(stream)
@@ -239,7 +260,8 @@ class AsyncLLM(Face):
                 self.core.scheduler.pause(r, paused)  # type: ignore[attr-defined]
 
     def _distribute(self, step: list[Delta]) -> None:
-        """Hand a step's text to its readers: one call a stream, from their own loops."""
+        """Hand a step's text to its readers: one call a loop, since each wakes it by a write to a socket."""
+        told: dict[asyncio.AbstractEventLoop, list[Delivery]] = {}
         shares: dict[Stream, list[Item]] = {}
         for r, text in step:
             if (stream := self._streams.get(r)) is not None:
@@ -257,13 +279,19 @@ class AsyncLLM(Face):
                     failure = failure or error
                     with contextlib.suppress(Exception):
                         self._abort(stream)
-            self._tell(stream, items, failure)
+            told.setdefault(stream.loop, []).append((stream, items, failure))
+        for loop, deliveries in told.items():
+            self._send_out(loop, deliveries)
 
-    def _tell(self, stream: Stream, items: list[Item], failure: BaseException | None) -> None:
+    def _tell(self, stream: Stream, failure: BaseException) -> None:
+        self._send_out(stream.loop, [(stream, [], failure)])
+
+    def _send_out(self, loop: asyncio.AbstractEventLoop, deliveries: list[Delivery]) -> None:
         try:
-            stream.loop.call_soon_threadsafe(stream.deliver, items, failure)
-        except RuntimeError:  # its loop is closed: nobody reads any more
-            self._forget(stream)
+            loop.call_soon_threadsafe(deliver, deliveries)
+        except RuntimeError:  # the loop is closed: nobody reads any more
+            for stream, _, _ in deliveries:
+                self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
         """Nobody is there to cancel it: its generator died with its loop."""
@@ -285,7 +313,7 @@ class AsyncLLM(Face):
             with contextlib.suppress(Exception):
                 self.core.abort(r, str(failure))
         for stream in streams:
-            self._tell(stream, [], failure)
+            self._tell(stream, failure)
 
 
 def _words(failure: BaseException) -> str:

@@ -13,7 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-COMMANDS = ("doctor", "fetch", "generate", "chat", "roofline", "bench", "evidence", "kernels", "grade", "course")
+COMMANDS = (
+    "doctor", "fetch", "generate", "chat", "serve", "roofline", "bench", "load", "evidence", "kernels", "grade",
+    "course", "plan",
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,21 +2,22 @@
 
 `EngineCore` is the whole engine without a face: `LLM` and `AsyncLLM` put requests in and take text out. It belongs to
 one thread. A step that fails ends the requests that were in it, with the reason, and nobody else. What a step in flight
-reads stays until it retires (DESIGN rule 4): between two steps an abort frees at once, inside one it waits for its end.
+reads stays until it retires (rule 4 of docs/source.md): between two steps an abort frees at once, inside one it waits
+for its end.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from minillm.cache.paged import PagedCache
 from minillm.cache.swap import settle
-from minillm.errors import MinillmError
+from minillm.errors import EngineLost, MinillmError
 from minillm.events import EventLog
 from minillm.output import OutputProcessor
-from minillm.request import Request
+from minillm.parts import drawn
+from minillm.request import Request, Status
 from minillm.runner import Runner
 from minillm.sampler import NO_TOKEN, no_token_error
 from minillm.scheduler import ScheduledRow, SchedulerLike, SchedulerOutput
@@ -42,7 +43,11 @@ class EngineCore:
         self.outputs: dict[Request, OutputProcessor] = {}  # everybody who has not finished
         self.failures: dict[Request, BaseException] = {}
         self.idle_steps = 0  # in a row: nothing was scheduled
+        self.progressed = self.clock()  # when a step last got on, or nobody waited for one
         self._stepping = False
+        self.held: set[Request] = set()  # in `outputs`, and not in the scheduler: see `hold`
+        self._watched: dict[Request, Callable[[Request], None]] = {}
+        self._broken: dict[Request, Exception] = {}  # could not be queued again; told by the next step
         self._late: dict[Request, str] = {}  # aborted from inside the step under way, and why
 
     @property
@@ -51,17 +56,49 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises MinillmError for one that is in already, or was."""
-        if request in self.outputs or request.finished:
-            raise MinillmError(f"request {request.request_id} was added before")
-        self.outputs[request] = self.make_output(request)
+        self._enter(request)
         try:
             self.scheduler.add(request)
         except BaseException:
             del self.outputs[request]
             raise
+        self._queued(request)
+
+    def hold(self, request: Request) -> None:
+        """As `add`, but the request is not scheduled before `resume`: its KV is on its way (lesson 15). It can be
+        aborted, and its deadline counts. Raises MinillmError as `add` does.
+        """
+        self._enter(request)
+        self.held.add(request)
+        self._queued(request)
+
+    def resume(self, request: Request) -> None:
+        """Queue a request that is held. For any other nothing happens. Between two steps."""
+        if request not in self.held:
+            return
+        self.held.remove(request)
+        try:
+            self.scheduler.add(request)
+            if request.paused:
+                self.scheduler.pause(request, True)  # type: ignore[attr-defined]
+        except Exception as error:  # a learner's scheduler or policy
+            self._broken[request] = error
+
+    def watch(self, request: Request, ended: Callable[[Request], None]) -> None:
+        """ended(request) is called once, when the request ends, however it does. It must not raise."""
+        self._watched[request] = ended
+
+    def _enter(self, request: Request) -> None:
+        if request in self.outputs or request.finished:
+            raise MinillmError(f"request {request.request_id} was added before")
+        if not self.outputs:
+            self.progressed = self.clock()
+        self.outputs[request] = self.make_output(request)
+
+    def _queued(self, request: Request) -> None:
         self.events.record(
-            "queued", request.request_id, prompt_tokens=request.num_prompt_tokens, priority=request.priority,
-            tenant=request.tenant,
+            "queued", request.request_id, prompt_tokens=request.num_prompt_tokens, max_tokens=request.max_tokens,
+            priority=request.priority, tenant=request.tenant, arrival=request.times.get("arrival"),
         )  # fmt: skip
 
     def abort(self, request: Request, reason: str = "cancelled") -> str:
@@ -94,9 +131,14 @@ class EngineCore:
     def _step(self) -> list[Delta]:
         begun = self.clock()
         done = self._expire(begun)
+        while self._broken:
+            r, fault = self._broken.popitem()
+            done += self._fail([r] if r in self.outputs else [], fault)
         try:
             out = self.scheduler.schedule()
             self._judge(out)
+        except EngineLost:
+            raise
         except Exception as error:  # a scheduler, an allocator or a cache at fault: nobody's state can be trusted
             return done + self._fail(list(self.outputs), error)
         scheduled = self.clock() - begun
@@ -106,11 +148,16 @@ class EngineCore:
         if not out.rows and not done:
             return self._idle()
         self.idle_steps = 0
+        self.progressed = self.clock()
         if not out.rows:  # somebody was refused or has expired: that is progress
             return done
         rows = [(r.request_id, n, r.num_computed_tokens) for r, n in out.rows]
+        for r, _ in out.rows:
+            r.times.setdefault("scheduled", begun)
         try:
             self._compute(out.rows, done)
+        except EngineLost:  # nobody can go on: whoever runs the engine ends them all
+            raise
         except Exception as error:
             done += self._fail([r for r, _ in out.rows if r in self.outputs], error)
             rows = []  # what of it was computed, nobody knows
@@ -118,6 +165,7 @@ class EngineCore:
             self._fail([r for r, _ in out.rows if r in self.outputs], error)
             raise
         self._record(rows, begun, scheduled)
+        self.progressed = self.clock()
         return done
 
     def _compute(self, rows: Sequence[ScheduledRow], done: list[Delta]) -> None:
@@ -141,6 +189,7 @@ class EngineCore:
             if token == NO_TOKEN:  # this row is no distribution; its request ends, the others go on
                 done.append((r, self._end(r, "error", str(no_token_error(logits[i], r)))))
                 continue
+            r.times["last_token"] = now
             if "first_token" not in r.times:
                 r.times["first_token"] = now
                 self.events.record("first_token", r.request_id)
@@ -174,10 +223,23 @@ class EngineCore:
             "finished", request.request_id, reason=request.finish_reason, output_tokens=len(request.output_token_ids)
         )
         try:
-            self.scheduler.finish(request)
+            if request in self.held:
+                self._let_go(request)
+            else:
+                self.scheduler.finish(request)
         except Exception as error:  # a learner's: told once, at the request
             self.failures.setdefault(request, error)
         self.runner.finish(request)
+        if (ended := self._watched.pop(request, None)) is not None:
+            ended(request)
+
+    def _let_go(self, request: Request) -> None:
+        """The end of a request that the scheduler has never seen."""
+        self.held.remove(request)
+        if self.cache is not None:
+            self.cache.release(request)
+            self.cache.forget(request)
+        request.status = Status.FINISHED
 
     def _fail(self, requests: Sequence[Request], error: BaseException) -> list[Delta]:
         out = []
@@ -190,6 +252,8 @@ class EngineCore:
     def _expire(self, now: float) -> list[Delta]:
         """An expired request that still waits never runs."""
         waiting, out = getattr(self.scheduler, "waiting", None), []
+        for r in [r for r in self.held if r.deadline is not None and r.deadline < now]:
+            out.append((r, self._end(r, "abort", f"its deadline passed {now - (r.deadline or now):.2f} s ago")))
         expired = getattr(waiting, "expired", None)
         while expired is not None and (r := expired(now)) in self.outputs:
             out.append((r, self._end(r, "abort", f"its deadline passed {now - (r.deadline or now):.2f} s ago")))
@@ -197,8 +261,10 @@ class EngineCore:
 
     def _idle(self) -> list[Delta]:
         """A step without work. Several in a row, while somebody could run, are a fault: every step makes progress."""
-        able = [r for r in self.outputs if not r.paused]
-        self.idle_steps = self.idle_steps + 1 if able else 1  # nobody's fault while everybody is paused
+        able = [r for r in self.outputs if not r.paused and r not in self.held]
+        if not able:
+            self.progressed = self.clock()
+        self.idle_steps = self.idle_steps + 1 if able else 1  # nobody's fault while everybody is paused or held
         if self.idle_steps < MAX_IDLE_STEPS:
             return []
         self.idle_steps = 0
@@ -238,7 +304,7 @@ class EngineCore:
             assert self.cache is not None
             settle(self.cache.pool)  # a chunk that draws no token has only been launched
             restore.observe_step([row[1:] for row in rows], self.clock() - begun - scheduled)
-        if self.events.events.maxlen:
+        if self.events.wanted:
             blocks: dict[str, Any] = {} if self.cache is None else {
                 "free": self.cache.num_free, "cached": self.cache.num_cached, "live": self.cache.num_live,
             }  # fmt: skip
@@ -247,22 +313,3 @@ class EngineCore:
                 seconds=self.clock() - begun, schedule_seconds=scheduled,
             )  # fmt: skip
         self.events.step += 1
-
-
-def drawn(result: Any, shape: Sequence[int]) -> tuple[list[int], list[Any]]:
-    """What a sampler returned, judged: it may be a learner's. shape is [requests, vocabulary]."""
-    count, vocab = shape
-    try:
-        tokens, logprobs = result
-        tokens, logprobs = [operator.index(t) for t in tokens], list(logprobs)
-    except (TypeError, ValueError):
-        raise MinillmError(
-            f"the sampler must return (token ids, logprobs), two lists with an entry a request, got {result!r:.120}"
-        ) from None
-    if not len(tokens) == len(logprobs) == count:
-        raise MinillmError(
-            f"the sampler got {count} requests, but returned {len(tokens)} tokens and {len(logprobs)} logprobs"
-        )
-    if wrong := [t for t in tokens if t != NO_TOKEN and not 0 <= t < vocab]:
-        raise MinillmError(f"the sampler drew {wrong[0]}; token ids are whole numbers from 0 to {vocab - 1}")
-    return tokens, logprobs

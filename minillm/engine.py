@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from minillm.cache.contiguous import ContiguousKVCache, kv_bytes
 from minillm.cache.paged import PagedCache
 from minillm.config import ModelConfig
 from minillm.core import Delta, EngineCore
-from minillm.device import free_memory, pick_device, pick_dtype
+from minillm.device import free_memory, pick_device
 from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError, RequestError
 from minillm.events import EventLog
@@ -44,6 +44,9 @@ from minillm.runner import CachedRunner, NaiveRunner, PagedRunner, Runner
 from minillm.sampler import Sampler, validate
 from minillm.scheduler import Limits, Scheduler, StaticScheduler
 
+if TYPE_CHECKING:
+    from minillm.parallel.engine import Spread
+
 PRIORITIES = range(-1000, 1001)
 
 
@@ -52,21 +55,24 @@ class Engine:
 
     def __init__(
         self, model: Transformer, tokenizer: Tokenizer, config: EngineConfig, parts: Mapping[str, Any] | None = None,
-        weights_id: str = "",
+        weights_id: str = "", spread: Spread | None = None,
     ):  # fmt: skip
-        """parts: see `parts.PARTS`. weights_id: what distinguishes these weights from others, for cached KV."""
+        """parts: see `parts.PARTS`. weights_id: what distinguishes these weights from others, for cached KV.
+
+        spread: the other ranks that hold the rest of the model (lesson 14)."""
         parts = check_parts(parts, config)
         if config.batch_invariant:
             make_invariant(model)  # in place
         self.model, self.tokenizer, self.config = model, tokenizer, config
         self._sampler = self._invariant(parts.get("sampler", Sampler()))
         self.detokenizer = parts.get("detokenizer", IncrementalDetokenizer)
+        self.stops = parts.get("stops")
         self.events = EventLog()
         self.policy: SchedulerPolicy = make_policy(config.scheduling_policy, config.priority_ageing_s)
         if "policy" in parts:
             self.policy = parts["policy"]
         # Whether somebody would read a request's priority; a part of the learner's may.
-        self._reads_priority = config.scheduling_policy == "priority" or bool({"policy", "scheduler"} & set(parts))
+        self.reads_priority = config.scheduling_policy == "priority" or bool({"policy", "scheduler"} & set(parts))
         self.cache: PagedCache | None = None
         self.runner: Runner
         if config.kv_cache == "none":
@@ -74,16 +80,26 @@ class Engine:
         elif config.kv_cache == "contiguous":
             self.runner = CachedRunner(model, parts.get("kv_cache", ContiguousKVCache))
         else:
-            pool = make_pool(model, config)
+            pool = make_pool(model, config) if spread is None else spread.pool
             attention: AttentionBackend = (
                 PagedInvariant(pool) if config.batch_invariant
                 else make_attention(config.attention_backend, model, pool, parts.get("attention"))
             )  # fmt: skip
-            self.cache = make_paged_cache(pool, model, tokenizer, config, parts, attention, self.events, weights_id)
+            whole = pool if spread is None else spread.whole
+            self.cache = make_paged_cache(whole, model, tokenizer, config, parts, attention, self.events, weights_id)
             graphs = None
-            if model.device.type == "cuda" and not config.enforce_eager and type(attention) is TritonAttention:
+            if (
+                spread is None
+                and model.device.type == "cuda"
+                and not config.enforce_eager
+                and type(attention) is TritonAttention
+            ):
                 graphs = DecodeGraphs(model, attention, config.max_num_seqs)
-            self.runner = PagedRunner(model, self.cache, attention, graphs)
+            self.runner = (
+                PagedRunner(model, self.cache, attention, graphs) if spread is None
+                else spread.make_runner(model, self.cache, attention)
+            )  # fmt: skip
+        self.spread = spread
         self.max_model_len = model.max_len
         # A checkpoint may name an end token that its vocabulary does not have: it never comes.
         self.eos_token_ids = frozenset(t for t in tokenizer.eos_token_ids if 0 <= t < model.config.vocab_size)
@@ -96,7 +112,8 @@ class Engine:
     def _new_core(self) -> EngineCore:
         """A step loop. Of a continuous engine there is one; a static run has its own."""
         config, runner = self.config, self.runner
-        make_output = lambda r: OutputProcessor(self.tokenizer, r, detokenizer=self.detokenizer)
+        tokenizer, detokenizer, stops = self.tokenizer, self.detokenizer, self.stops  # without self: no cycle
+        make_output = lambda r: OutputProcessor(tokenizer, r, detokenizer, stops)
         if config.continuous:
             assert self.cache is not None
             keep = int(config.watermark * self.cache.pool.num_blocks)
@@ -109,6 +126,11 @@ class Engine:
         runner = copy.copy(runner)  # shares the model; cache and rows are made by start()
         static = StaticScheduler(self._fits, runner.start, runner.finish, config.max_num_seqs)
         return EngineCore(static, runner, self._sampler, make_output, self.cache, self.events)
+
+    def close(self) -> None:
+        """End the processes of the other ranks, if there are any. A second time, nothing."""
+        if self.spread is not None:
+            self.spread.close()
 
     @property
     def sampler(self) -> Any:
@@ -127,35 +149,42 @@ class Engine:
 
     def make_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0, *, request_id: str | None = None,
-        priority: int = 0, deadline_s: float | None = None, tenant: str = "",
+        priority: int = 0, deadline_s: float | None = None, tenant: str = "", sibling: Request | None = None,
     ) -> Request:  # fmt: skip
         """Check everything that can be checked before any work is done. Raises RequestError with the field's name, and
         logs it.
 
         deadline_s: seconds from now after which the request must not begin. tenant: whose cached prefixes it may use.
+        sibling: a request of this engine with the same prompt: its token ids are then shared, and not judged again.
         """
         name = str(self._asked) if request_id is None else request_id
         self._asked += 1
         whose: dict[str, Any] = {"priority": priority, "deadline_s": deadline_s, "tenant": tenant}
         try:
-            return self._make_request(prompt_token_ids, params, index, name, **whose)
+            ids = self._judged(prompt_token_ids) if sibling is None else sibling.prompt_token_ids
+            return self._make_request(ids, params, index, name, **whose)
         except RequestError as error:
             self.events.record("refused", name, field=error.field, reason=str(error))
             raise
 
-    def _make_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int, request_id: str,
-        priority: int, deadline_s: float | None, tenant: str,
-    ) -> Request:  # fmt: skip
+    def _judged(self, prompt_token_ids: Sequence[int]) -> list[int]:
         ids = list(prompt_token_ids)
         vocab = self.model.config.vocab_size
         if not ids:
             raise RequestError("prompt", "it has no tokens; give at least one character or token id")
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:  # at C's speed: a server's loop waits
+            return ids
         for t in ids:
             if isinstance(t, bool) or not isinstance(t, numbers.Integral) or not 0 <= t < vocab:
                 raise RequestError(
                     "prompt", f"token id {t!r} is not in the vocabulary (whole numbers from 0 to {vocab - 1})"
                 )
+        return [int(t) for t in ids]
+
+    def _make_request(
+        self, ids: list[int], params: SamplingParams, index: int, request_id: str, priority: int,
+        deadline_s: float | None, tenant: str,
+    ) -> Request:  # fmt: skip
         room = self.max_model_len - len(ids)
         if room < 1:
             raise RequestError(
@@ -163,7 +192,7 @@ class Engine:
                 f"it has {len(ids)} tokens; the context is {self.max_model_len}, so at most "
                 f"{self.max_model_len - 1} leave room for an answer",
             )
-        validate(params, vocab)
+        validate(params, self.model.config.vocab_size)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if params.min_tokens > max_tokens:
             raise RequestError(
@@ -171,7 +200,7 @@ class Engine:
             )
         if isinstance(priority, bool) or not isinstance(priority, int) or priority not in PRIORITIES:
             raise RequestError("priority", f"expected a whole number from -1000 to 1000, got {priority!r}")
-        if priority and not self._reads_priority:
+        if priority and not self.reads_priority:
             raise RequestError(
                 "priority", f"got {priority}, but this engine serves in another order; use scheduling_policy='priority'"
             )
@@ -182,7 +211,7 @@ class Engine:
             isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < 1e9
         ):
             raise RequestError("deadline_s", f"expected seconds from now, above 0, got {deadline_s!r}")
-        if deadline_s is not None and not self._expires:
+        if deadline_s is not None and not self.expires:
             raise RequestError(
                 "deadline_s", "nothing in this engine ends what waits too long: that needs batching='continuous', and "
                 "of a scheduler of your own waiting.expired(now)"
@@ -194,7 +223,7 @@ class Engine:
         else:  # unseeded requests differ from each other, and repeat with the engine's seed
             seed = (self.config.seed * 1_000_003 + self._made) % (MAX_SEED + 1)
         request = Request(
-            request_id=request_id, prompt_token_ids=[int(t) for t in ids], params=params, seed=seed,
+            request_id=request_id, prompt_token_ids=ids, params=params, seed=seed,
             eos_token_ids=self.eos_token_ids, max_tokens=max_tokens, times={"arrival": now}, priority=priority,
             tenant=tenant, deadline=None if deadline_s is None else now + deadline_s,
         )  # fmt: skip
@@ -206,7 +235,7 @@ class Engine:
         return request
 
     @property
-    def _expires(self) -> bool:
+    def expires(self) -> bool:
         """Whether a request can end because its deadline has passed."""
         return self.core is not None and callable(
             getattr(getattr(self.core.scheduler, "waiting", None), "expired", None)
@@ -302,10 +331,8 @@ class Engine:
 
 def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapping[str, Any] | None = None) -> Engine:
     """Find, read and place a model. Raises MinillmError when something about it is wrong."""
-    from minillm.models.compiled import compile_ops, expect_compilation
     from minillm.models.hub import resolve
-    from minillm.models.weights import load_weights
-    from minillm.quant import quantize_model
+    from minillm.models.load import load_transformer
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -314,16 +341,10 @@ def load_engine(model: str | os.PathLike[str], config: EngineConfig, parts: Mapp
     limit = model_config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise MinillmError(f"max_model_len {config.max_model_len} is more than the model's {limit} positions")
-    device = pick_device(config.device)
-    if config.compile:
-        expect_compilation(device)  # before the weights are read
-    dtype = pick_dtype(config.dtype, model_config.dtype, device)
-    weights = load_weights(folder, model_config, dtype, device)
-    pack = device.type == "cpu" and config.quantization is None  # quantised weights are packed on their own
-    transformer = Transformer(model_config, weights, config.max_model_len, pack=pack)
-    if config.quantization is not None:
-        quantize_model(transformer, config.quantization)
-    if config.compile:
-        compile_ops(transformer)
     identity = weights_id(folder, exact=config.kv_disk_path is not None)
+    if config.world_size > 1:
+        from minillm.parallel.engine import load_parallel
+
+        return load_parallel(folder, model_config, config, parts, identity)
+    transformer = load_transformer(folder, model_config, config, pick_device(config.device))
     return Engine(transformer, Tokenizer(folder), config, parts, identity)

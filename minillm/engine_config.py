@@ -1,6 +1,7 @@
 """`EngineConfig`: what a user may choose about how an engine runs. Every lesson adds its options here.
 
-An option that is accepted is honoured. One that this engine would ignore is refused, in words (DESIGN rule 9).
+An option that is accepted is honoured. One that this engine would ignore is refused, in words (rule 9 of
+docs/source.md).
 """
 
 from __future__ import annotations
@@ -24,12 +25,19 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "preemption_mode": ("auto", "recompute", "swap"),
 }
 FLAGS = ("enforce_eager", "enable_chunked_prefill", "enable_prefix_caching", "batch_invariant", "compile")
-WHOLE = ("max_num_seqs", "max_num_batched_tokens")  # positive whole numbers
-OPTIONAL_WHOLE = ("max_model_len", "threads", "num_kv_blocks")  # or None
+WHOLE = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "engines_on_device",
+)  # positive whole numbers
+OPTIONAL_WHOLE = ("max_model_len", "threads", "num_kv_blocks", "kv_cache_memory_bytes")  # or None
 BYTES = ("kv_host_bytes", "kv_disk_bytes")  # whole numbers, 0 is none
 MAX_THREADS = 1024  # torch dies in its thread pool on absurd numbers
 PAGED_ONLY = (
-    "attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype", "enforce_eager", "enable_prefix_caching",
+    "attention_backend", "block_size", "num_kv_blocks", "kv_cache_memory_bytes", "kv_cache_dtype", "enforce_eager",
+    "enable_prefix_caching", "engines_on_device",
     "kv_host_bytes", "kv_disk_bytes", "batch_invariant",
 )  # fmt: skip
 # Options of a part of the engine that is not there unless asked for: name -> who reads it.
@@ -53,10 +61,13 @@ class EngineConfig:
                    where its kernels run this model, else torch
     block_size     tokens a block of a paged cache holds: 16 to 256, a power of two
     num_kv_blocks  blocks of a paged cache; None takes what max_num_seqs longest sequences need, if half of the free
-                   memory holds that
+                   memory holds that, and on a CPU at most 4 GiB (or one longest sequence)
+    kv_cache_memory_bytes  the same in bytes: as many blocks as they hold; give one of the two
+    engines_on_device  engines like this one, itself among them, that divide the device's memory where nobody said how
+                   much of it is for KV (`minillm serve --split` sets it)
     quantization   of the weights (lesson 08): None, "int8" (a scale an output) or "int4" (a scale a group of inputs)
     kv_cache_dtype  of a paged cache: "auto" (the model's dtype), "int8" or "fp8", with a scale a token and head
-    enforce_eager  never capture CUDA graphs (lesson 07)
+    enforce_eager  never capture CUDA graphs (lesson 07); an engine of several processes captures none anyway
     max_model_len  most tokens of prompt and output together; None takes the model's limit
     max_num_seqs   most sequences that run together
     seed           seeds requests that bring none
@@ -69,7 +80,8 @@ class EngineConfig:
     enable_prefix_caching  keep the KV of finished requests for later ones that begin alike (lesson 11). Off unless
                    asked for: whoever measures a prompt twice here wants it computed twice
     prefix_cache   "radix" (a tree) or "hash" (a table of chained hashes)
-    cache_floors   tenant -> cached blocks that other tenants cannot evict
+    cache_floors   tenant -> cached blocks that other tenants cannot evict; a number with a point, below 1, is a share
+                   of all blocks
     public_prefixes  token ids or texts of prompts' beginnings that all tenants may share; nothing else is shared. A
                    text is tokenised as a prompt is: to match a chat, write it as the chat template does
     scheduling_policy  "fcfs", "priority" (smaller first, ageing) or "deadline" (earliest first)
@@ -80,6 +92,9 @@ class EngineConfig:
     kv_host_bytes, kv_disk_bytes, kv_disk_path  room for evicted and swapped blocks in host memory and on disk; 0 is
                    none, and the path is a folder
     batch_invariant  a request's logits do not depend, to the bit, on what runs beside it; slower (lesson 09)
+    tensor_parallel_size, pipeline_parallel_size  processes that share each layer, and stages of layers one after the
+                   other (lesson 14): as many processes as their product, this one among them. threads, and
+                   kv_cache_memory_bytes, are then each process's
     compile        on a CPU: compile the operators between the matrix products when the model is loaded, which takes
                    some seconds and a C++ compiler (lesson 09)
     """
@@ -90,6 +105,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     block_size: int = 16
     num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     enforce_eager: bool = False
@@ -102,7 +118,7 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     prefix_cache: str = "radix"
-    cache_floors: Mapping[str, int] = field(default_factory=dict)
+    cache_floors: Mapping[str, int | float] = field(default_factory=dict)
     public_prefixes: Sequence[Any] = ()
     scheduling_policy: str = "fcfs"
     priority_ageing_s: float = 10.0
@@ -113,6 +129,9 @@ class EngineConfig:
     kv_disk_path: str | None = None
     batch_invariant: bool = False
     compile: bool = False
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    engines_on_device: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype != "auto":
@@ -140,6 +159,13 @@ class EngineConfig:
             raise MinillmError(f"threads must be at most {MAX_THREADS}, got {self.threads}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**63:
             raise MinillmError(f"seed must be a whole number from 0 to 2**63-1, got {self.seed!r}")
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise MinillmError("num_kv_blocks and kv_cache_memory_bytes say the same in two ways; give one of the two")
+        if self.engines_on_device > 1 and (self.num_kv_blocks or self.kv_cache_memory_bytes):
+            raise MinillmError(
+                "engines_on_device divides the memory that nobody asked for; with num_kv_blocks or "
+                "kv_cache_memory_bytes it would be ignored"
+            )
         self._check_floors()
         self._check_public()
         if self.kv_disk_path is not None and (not isinstance(self.kv_disk_path, str) or not self.kv_disk_path):
@@ -150,8 +176,12 @@ class EngineConfig:
         if not isinstance(self.cache_floors, Mapping):
             raise MinillmError(f"cache_floors must be {{tenant: blocks}}, got {self.cache_floors!r:.80}")
         for tenant, blocks in self.cache_floors.items():
-            if not isinstance(tenant, str) or isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 0:
-                raise MinillmError(f"cache_floors must map a tenant's name to blocks, got {tenant!r}: {blocks!r}")
+            whole = isinstance(blocks, int) and not isinstance(blocks, bool) and blocks >= 0
+            share = isinstance(blocks, float) and 0 <= blocks < 1
+            if not isinstance(tenant, str) or not (whole or share):
+                raise MinillmError(
+                    f"cache_floors must map a tenant's name to blocks or a share below 1, got {tenant!r}: {blocks!r}"
+                )
 
     def _check_public(self) -> None:
         listed = isinstance(self.public_prefixes, Sequence) and not isinstance(self.public_prefixes, str | bytes)
@@ -188,6 +218,19 @@ class EngineConfig:
             raise MinillmError("batch_invariant has an attention of its own; leave attention_backend at 'auto'")
         if self.batch_invariant and self.compile:
             raise MinillmError("batch_invariant has operators of its own; compile=True would be ignored with it")
+
+        if self.world_size > 1 and not self.continuous:
+            raise MinillmError(
+                f"tensor_parallel_size {self.tensor_parallel_size} and pipeline_parallel_size "
+                f"{self.pipeline_parallel_size} need kv_cache='paged' and batching='continuous'"
+            )
+        if self.world_size > 1 and self.batch_invariant:
+            raise MinillmError("batch_invariant: a sum over ranks depends on how many there are; leave one of the two")
+
+    @property
+    def world_size(self) -> int:
+        """Processes of this engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def _unread(self, names: Sequence[str], read: bool, owner: str, here: str) -> None:
         for f in fields(self):

@@ -15,3 +15,7 @@ class RequestError(MinillmError):
     def __init__(self, field: str, message: str):
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class EngineLost(MinillmError):
+    """The engine as a whole cannot go on: not a request's fault, and none can be served any more."""

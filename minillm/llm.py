@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numbers
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,12 @@ from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError, RequestError
 from minillm.models.hub import EMBEDDED
 from minillm.models.tokenizer import Message, Tokenizer
-from minillm.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from minillm.request import CompletionOutput, Request, RequestOutput, SamplingParams, sequence_names
 
+# What of several completions' stamps (seconds of time.perf_counter) is their prompt's.
+STAMPS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "arrival": min, "scheduled": min, "first_token": min, "last_token": max, "finished": max,
+}  # fmt: skip
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -57,7 +61,12 @@ class Face:
                 f"{type(self).__name__} has no option {unknown[0]!r}; it has {', '.join(EngineConfig.field_names())} "
                 "and parts"
             )
+        self.model_name = str(model)
         self.engine: Engine = load_engine(model, EngineConfig(**config), parts)
+
+    def shutdown(self) -> None:
+        """End the engine's other processes, if there are any (tensor_parallel_size ...). A second time, nothing."""
+        self.engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
@@ -77,9 +86,13 @@ class Face:
     def _requests(
         self, ids: Sequence[int], params: SamplingParams, request_id: str | None = None, **whose: Any
     ) -> list[Request]:
-        """One for each of the n completions. An id of several is numbered: "mine-0", "mine-1"."""
-        name = lambda index: request_id if request_id is None or params.n == 1 else f"{request_id}-{index}"
-        return [self.engine.make_request(ids, params, i, request_id=name(i), **whose) for i in range(params.n)]
+        """One for each of the n completions. Their names are `sequence_names`, or the engine's if there is no id."""
+        names = [None] * params.n if request_id is None else sequence_names(request_id, params.n)
+        requests: list[Request] = []
+        for i, name in enumerate(names):
+            sibling = requests[0] if requests else None
+            requests.append(self.engine.make_request(ids, params, i, request_id=name, sibling=sibling, **whose))
+        return requests
 
     def _conversations(
         self, conversations: Sequence[Any], add_generation_prompt: bool, variables: Mapping[str, Any] | None
@@ -114,7 +127,12 @@ class Face:
             metrics["time_to_first_token"] = min(begun) - first.arrival
         if finished:
             metrics["e2e_latency"] = max(r.times["finished"] for r in requests) - first.arrival
-        return RequestOutput(first.request_id, text, first.prompt_token_ids, outputs, finished, metrics)
+        for stamp, pick in STAMPS.items():  # so far: whoever leaves before the end has been somewhere, too
+            if (finished or stamp != "finished") and (times := [r.times[stamp] for r in requests if stamp in r.times]):
+                metrics[stamp] = pick(times)
+        return RequestOutput(
+            first.request_id, text, first.prompt_token_ids, outputs, finished, metrics, first.num_cached_tokens
+        )
 
 
 class LLM(Face):

@@ -5,6 +5,7 @@ The engine pushes each new token and passes on the text that comes out. All delt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +18,19 @@ class Detokenizer(Protocol):
     """The part that `LLM(parts={"detokenizer": ...})` replaces; `peek` is optional (see IncrementalDetokenizer)."""
 
     def append(self, token_ids: Iterable[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class Stops(Protocol):
+    """The part that `LLM(parts={"stops": ...})` replaces, called with (stop strings, include_stop) for each request.
+
+    matched is the stop that was completed, or None. `completes`, and feed's `enabled`, are optional (see StopStrings).
+    """
+
+    matched: str | None
+
+    def feed(self, text: str) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -36,12 +50,14 @@ class OutputProcessor:
         tokenizer: TextCodec,
         request: Request,
         detokenizer: Callable[[Any, Sequence[int], bool], Detokenizer] = IncrementalDetokenizer,
+        stops: Callable[[Sequence[str], bool], Any] | None = None,
     ):
         p = request.params
         self.request = request
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer(tokenizer, request.prompt_token_ids, p.skip_special_tokens)
-        self._stops = StopStrings(p.stop, p.include_stop_str_in_output)
+        self._stops = (stops or StopStrings)(p.stop, p.include_stop_str_in_output)
+        self._can_be_told = "enabled" in inspect.signature(self._stops.feed).parameters
         self._deltas: list[str] = []
 
     @property
@@ -70,7 +86,7 @@ class OutputProcessor:
 
     def finish(self) -> str:
         """End here, as for a request that is cancelled: release what is held back. After the last push, "" is left."""
-        delta = self._stops.feed(self._detokenizer.finish(), enabled=False) + self._stops.finish()
+        delta = self._feed(self._detokenizer.finish(), counts=False) + self._stops.finish()
         self._deltas.append(delta)
         return delta
 
@@ -78,13 +94,18 @@ class OutputProcessor:
     def _stops_count(self) -> bool:
         return len(self.request.output_token_ids) > self.request.params.min_tokens
 
-    def _feed(self, text: str) -> str:
-        return self._stops.feed(text, self._stops_count)
+    def _feed(self, text: str, counts: bool | None = None) -> str:
+        """Through the stop strings. Where a stop does not count, a part that cannot be told so is passed by."""
+        counts = self._stops_count if counts is None else counts
+        if self._can_be_told:
+            return self._stops.feed(text, counts)
+        return self._stops.feed(text) if counts else self._stops.finish() + text
 
     def _feed_if_it_stops(self) -> str:
         """A stop string that is complete in held-back text ends generation now, not when the text becomes final."""
         peek = getattr(self._detokenizer, "peek", None)
-        if self._stops.stop and self._stops_count and peek is not None and self._stops.completes(peek()):
+        completes = getattr(self._stops, "completes", None)
+        if self.request.params.stop and self._stops_count and peek and completes is not None and completes(peek()):
             return self._feed(self._detokenizer.finish())
         return ""
 

@@ -7,7 +7,8 @@ answer is judged where it comes back, and the error names the part. What a part 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sized
+import operator
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +16,12 @@ from torch import Tensor
 from minillm.attention.protocol import Batch
 from minillm.engine_config import EngineConfig
 from minillm.errors import MinillmError
+from minillm.sampler import NO_TOKEN
 
 # name -> what it is called with; the sampler and the policies are objects, the others classes.
 PARTS = (
     "sampler", "kv_cache", "detokenizer", "allocator", "attention", "scheduler", "policy", "prefix_cache", "eviction",
+    "stops",
 )  # fmt: skip
 OBJECTS = {"sampler": ("sample",), "policy": ("key", "victim", "admit"), "eviction": ("key",)}  # and their methods
 
@@ -120,3 +123,22 @@ def _kind(x: Any) -> str:
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__}"
     return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+
+def drawn(result: Any, shape: Sequence[int]) -> tuple[list[int], list[Any]]:
+    """What a sampler returned, judged: it may be a learner's. shape is [requests, vocabulary]."""
+    count, vocab = shape
+    try:
+        tokens, logprobs = result
+        tokens, logprobs = [operator.index(t) for t in tokens], list(logprobs)
+    except (TypeError, ValueError):
+        raise MinillmError(
+            f"the sampler must return (token ids, logprobs), two lists with an entry a request, got {result!r:.120}"
+        ) from None
+    if not len(tokens) == len(logprobs) == count:
+        raise MinillmError(
+            f"the sampler got {count} requests, but returned {len(tokens)} tokens and {len(logprobs)} logprobs"
+        )
+    if wrong := [t for t in tokens if t != NO_TOKEN and not 0 <= t < vocab]:
+        raise MinillmError(f"the sampler drew {wrong[0]}; token ids are whole numbers from 0 to {vocab - 1}")
+    return tokens, logprobs

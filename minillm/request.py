@@ -182,6 +182,11 @@ class Status(StrEnum):
     FINISHED = "finished"
 
 
+def sequence_names(request_id: str, n: int) -> list[str]:
+    """What the engine calls the n sequences of a request: "mine", or of several "mine-0", "mine-1"."""
+    return [request_id] if n == 1 else [f"{request_id}-{i}" for i in range(n)]
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence being generated. Two requests are the same only if they are one object.
@@ -268,7 +273,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """What one prompt gave: vLLM's shape, so that code moves between the two."""
+    """What one prompt gave: vLLM's shape, so that code moves between the two.
+
+    num_cached_tokens  of the prompt, found in the prefix cache or a tier; its first completion's count
+    """
 
     request_id: str
     prompt: str | None
@@ -276,3 +284,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = True
     metrics: dict[str, float] = field(default_factory=dict)
+    num_cached_tokens: int | None = None

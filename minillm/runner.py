@@ -127,18 +127,22 @@ class PagedRunner:
         rows = [
             Row(i, r.num_computed_tokens, n, r.block_ids) for i, (r, n) in enumerate(zip(requests, counts, strict=True))
         ]
-        batch = Batch.build(rows, tokens, self.model.device)
         ready = [i for i, (r, n) in enumerate(zip(requests, counts, strict=True)) if n == r.num_new_tokens]
-        logits = self.graphs.run(batch) if self.graphs is not None else None
-        if logits is not None:
-            logits = logits if len(ready) == len(rows) else logits[ready]
-        else:  # only a request that is complete needs logits: they are the widest product of the model
-            hidden = self.model.forward(batch, self.attention)
-            last = batch.last if len(ready) == len(rows) else batch.last[ready]
-            logits = self.model.logits(hidden if len(hidden) == len(last) else hidden[last])
+        logits = self.compute(rows, tokens, ready)
         for r, n in zip(requests, counts, strict=True):
             r.num_computed_tokens += n
         return logits
+
+    def compute(self, rows: list[Row], tokens: list[int], ready: list[int]) -> Tensor:
+        """The logits of the ready ones' next tokens. tokens: the new ones of all rows, one row after the other."""
+        batch = Batch.build(rows, tokens, self.model.device)
+        logits = self.graphs.run(batch) if self.graphs is not None else None
+        if logits is not None:
+            return logits if len(ready) == len(rows) else logits[ready]
+        # Only a request that is complete needs logits: they are the widest product of the model.
+        hidden = self.model.forward(batch, self.attention)
+        last = batch.last if len(ready) == len(rows) else batch.last[ready]
+        return self.model.logits(hidden if len(hidden) == len(last) else hidden[last])
 
     def finish(self, request: Request) -> None:
         self.cache.release(request)

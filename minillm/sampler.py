@@ -1,8 +1,8 @@
 """Logits in, tokens out: a pure function of logits, parameters and (seed, position). Lesson 03 builds this.
 
 Nothing else goes in: no generator state, no other row, no batch order. A request that is preempted, moved to another
-batch or computed on another rank draws the same tokens (DESIGN rule 3). `rng.py` holds the noise, `logits.py` the
-filters; this file puts them in order and reports log-probabilities.
+batch or computed on another rank draws the same tokens (rule 3 of docs/source.md). `rng.py` holds the noise,
+`logits.py` the filters; this file puts them in order and reports log-probabilities.
 """
 
 from __future__ import annotations

@@ -86,6 +86,23 @@ class SchedulerLike(Protocol):
     def num_waiting(self) -> int: ...
 
 
+class Keys:
+    """The policy's keys, each asked for once: a key never changes. No reference back to the scheduler: a cycle would
+    hold a pool's memory after `del llm`."""
+
+    def __init__(self, policy: SchedulerPolicy):
+        self._policy = policy
+        self._known: dict[Request, float] = {}
+
+    def of(self, request: Request) -> float:
+        if request not in self._known:
+            self._known[request] = judged_key(self._policy, request)
+        return self._known[request]
+
+    def forget(self, request: Request) -> None:
+        self._known.pop(request, None)
+
+
 class WaitingQueue:
     """Requests by key, smallest first; O(log n) to push, pop or remove. Nobody is in it twice."""
 
@@ -148,19 +165,14 @@ class Scheduler:
     ):  # fmt: skip
         self.cache, self.policy, self.limits = cache, policy or FirstCome(), limits or Limits()
         self.events = events if events is not None else EventLog(0)
-        self._keys: dict[Request, float] = {}  # asked for once: a key never changes
-        self.waiting = WaitingQueue(self._key)
+        self._keys = Keys(self.policy)
+        self.waiting = WaitingQueue(self._keys.of)
         self.running: list[Request] = []  # in the order of their keys: the same on every rank
         self.parked: set[Request] = set()  # not running, and their reader has stalled
 
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
-
-    def _key(self, request: Request) -> float:
-        if request not in self._keys:
-            self._keys[request] = judged_key(self.policy, request)
-        return self._keys[request]
 
     def add(self, request: Request) -> None:
         request.status = Status.WAITING
@@ -169,7 +181,7 @@ class Scheduler:
     def finish(self, request: Request) -> None:
         self.waiting.remove(request)
         self.parked.discard(request)
-        self._keys.pop(request, None)
+        self._keys.forget(request)
         if request in self.running:
             self.running.remove(request)
         self.cache.release(request)
@@ -273,7 +285,7 @@ class Scheduler:
                 n = min(n, budget)
             self.waiting.remove(r)
             r.status = Status.RUNNING
-            insort(self.running, r, key=self._key)
+            insort(self.running, r, key=self._keys.of)
             out.rows.append(ScheduledRow(r, n))
             budget -= n
 

@@ -1,22 +1,68 @@
-"""What every test shares: two quiet threads, one embedded model, tiny random models of each family."""
+"""What every test shares: one quiet thread, one embedded model, tiny random models of each family."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from minillm.bench.main import _find_kernels
+# A second thread of a tiny model spins, waiting for work, longer than it computes: on two cores with anything beside
+# them, tests take many times as long. Processes that tests start inherit this; kernels of lessons do not.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+with pytest.MonkeyPatch.context() as patch:
+    for name, value in ONE_THREAD.items():
+        patch.setenv(name, value)
+    import torch  # reads them now
+
+    from minillm.bench.main import _find_kernels
 
 _find_kernels()  # where minillm is a checkout and not installed, as on a bare GPU machine
+_LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 
 settings.register_profile("minillm", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("minillm")
+
+
+def pytest_collection_finish():
+    """What the imports made stays for good, so no collection need look at it again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)  # whatever an engine of the module before chose
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ONE_THREAD.items():
+            patch.setenv(name, value)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _given_back():
+    """Engines that a failed test's traceback, a server or a thread still held go with the module: a model is 0.5 GB."""
+    yield
+    gc.collect()
+    trim()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item):
+    if item.get_closest_marker("model"):
+        trim()
+
+
+def trim():
+    """glibc keeps the pages of freed tensors, gigabytes over a run; it gives them back when asked."""
+    if hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")
@@ -33,17 +79,17 @@ def tokenizer(embedded_folder):
     return Tokenizer(embedded_folder)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def llm(embedded_folder):
-    """The embedded model in fp32, shared by the tests that only read it."""
+    """The embedded model in fp32, shared by the tests of a file that only read it. With its cache it holds 1 GB."""
     from minillm import LLM
 
     return LLM(embedded_folder, dtype="float32", max_model_len=512)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def reference(embedded_folder):
-    """The same model in the transformers library: the oracle."""
+    """The same model in the transformers library: the oracle. 0.5 GB that few files need."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(

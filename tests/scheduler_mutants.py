@@ -95,7 +95,7 @@ SLIPS: dict[str, tuple[Any, ...]] = {
     "the queue serves the shortest first": (WaitingQueue, "push", ("self.key(request)", "request.num_tokens")),
     "the queue forgets ageing": (WaitingQueue, "push", ("self.key(request)", "request.priority")),
     "running is in the order of joining": (
-        Scheduler, "_admit", ("insort(self.running, r, key=self._key)", "self.running.append(r)")
+        Scheduler, "_admit", ("insort(self.running, r, key=self._keys.of)", "self.running.append(r)")
     ),
     "who joins stays in the queue": (Scheduler, "_admit", ("self.waiting.remove(r)", "pass")),
     "who is preempted is lost": (Scheduler, "_preempt", ("self.waiting.push(request)", "pass")),
@@ -144,12 +144,35 @@ SLIPS: dict[str, tuple[Any, ...]] = {
         PagedCache, "commit", ("// bs\n", "// bs + 1\n")
     ),
     "what is shown has no reference": (PagedCache, "commit", ("self.allocator.share(new)", "pass")),
-    "tenants share": (PagedCache, "namespace", ("request.tenant", '""')),
+    "tenants share": (
+        PagedCache, "namespace", ("self._namespaces.of(request)",
+         'Namespace("", "", "", self._namespaces.of(request).public_tokens)')
+    ),
     "a block behind the public ones is public": (
-        PagedCache, "namespace", ("leading(request.prompt_token_ids)", "leading(request.prompt_token_ids) + 4")
+        PagedCache, "namespace", ("self._namespaces.of(request)",
+         'Namespace("", request.tenant, "", self._namespaces.of(request).public_tokens + 4)')
     ),
     "floors are ignored": (PagedCache, "_take", ("self.prefix.evict(short, tenant)", 'self.prefix.evict(short, "a")'),
                            ("self.prefix.evictable(tenant)", 'self.prefix.evictable("a")')),
+    # reservations
+    "a reservation gives way to nobody": (PagedCache, "grow", ("self.reservations.give_way(self)", "False")),
+    "a reservation blocks the queue for ever": (
+        PagedCache, "admit", ("alone and self.reservations.give_way(self)", "False")
+    ),
+    "more is loaded than has come": (
+        PagedCache, "_redeem", ("held.loaded, held.cached", "held.loaded + 1, held.cached")
+    ),
+    "what was not loaded is taken for it": (
+        PagedCache, "_redeem", ("held is None or held.loaded is None", "held is None"),
+        ("held.loaded, held.cached", "0 if held.loaded is None else held.loaded + self.pool.block_size, held.cached"),
+    ),
+    "reserved blocks have no user": (PagedCache, "take", ("self._enter(ids)", "pass")),
+    "who is held is scheduled": (
+        EngineCore, "hold", ("self.held.add(request)", "self.held.add(request); self.scheduler.add(request)")
+    ),
+    "a held request's deadline does not pass": (EngineCore, "_expire", ("r.deadline < now", "False")),
+    "a held request keeps its blocks when it ends": (EngineCore, "_let_go", ("self.cache.release(request)", "pass")),
+    "who resumes is not queued": (EngineCore, "resume", ("self.scheduler.add(request)", "pass")),
     # tiers
     "a block too many comes back from a tier": (
         PagedCache, "admit", ("self.swap.back(request, most)", "self.swap.back(request, most + 1)")

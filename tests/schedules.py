@@ -131,6 +131,9 @@ class Play:
         self.rows_total = 0
         self.owned: set[tuple[str | None, int]] = set()  # (tenant or None for public, number of a prefix with KV)
         self.by_id: dict[str, Request] = {}
+        self.dice = random.Random(repr(setup))  # of whose KV comes from elsewhere; other draws stay as they were
+        self.received: dict[Request, int] = {}  # held or not yet admitted -> tokens that were written for it
+        self.gave_way: list[Request] = []
 
     # Moves ------------------------------------------------------------------------------------------
 
@@ -139,9 +142,10 @@ class Play:
         return self.core.kv.capacity(tenant) * self.setup.block_size
 
     def add(
-        self, prompt: Sequence[int], new: int, tenant: str = "", priority: int = 0, due_in: float | None = None
-    ) -> Request | None:
-        """A request, cut to what the engine's door would let in."""
+        self, prompt: Sequence[int], new: int, tenant: str = "", priority: int = 0, due_in: float | None = None,
+        held: bool = False,
+    ) -> Request | None:  # fmt: skip
+        """A request, cut to what the engine's door would let in. held: its KV comes from elsewhere, perhaps."""
         most = self.most(tenant)
         if most < 1:
             return None
@@ -153,8 +157,40 @@ class Play:
         self.made.append(r)
         self.alive.append(r)
         self.by_id[r.request_id] = r
-        self.core.add(r)
+        (self.core.hold if held else self.core.add)(r)
         return r
+
+    def reserve(self, r: Request) -> None:
+        """Room for a held request."""
+        if r in self.core.held and r not in self.core.kv.reservations:
+            before = self.core.kv.num_live
+            if self.core.kv.reserve(r, self.setup.keep_free, self.gave_way.append):
+                self.received[r] = 0
+            else:
+                law(self.core.kv.num_live == before, "a reservation in vain took blocks")
+
+    def receive(self, r: Request, tokens: int) -> None:
+        """The next tokens of a reserved request arrive, as many as may be loaded."""
+        kv, size = self.core.kv, self.setup.block_size
+        if r not in self.core.held or r not in kv.reservations:
+            return
+        most = (r.num_tokens - 1) // size * size
+        ids, start, end = kv.reservations.ids(r), self.received[r], min(most, self.received[r] + tokens)
+        for i, number in enumerate(self._numbers(r, end)[start:], start):
+            kv.pool.slots[ids[i // size]][i % size] = number
+        self.received[r] = end
+
+    def resume(self, r: Request, load: bool) -> None:
+        """With what has been received, or without."""
+        if r not in self.core.held:
+            return
+        kv, size = self.core.kv, self.setup.block_size
+        if r in kv.reservations:
+            if load:
+                kv.loaded(r, self.received[r] // size * size)
+            else:
+                kv.release(r)
+        self.core.resume(r)
 
     def abort(self, r: Request) -> None:
         ended = r.finished
@@ -179,7 +215,7 @@ class Play:
     def step(self) -> list[Any]:
         self.now += 1.0
         running = [(r, r.num_new_tokens) for r in self.core.scheduler.running if not r.paused]
-        able = [r for r in self.core.outputs if not r.paused]
+        able = [r for r in self.core.outputs if not r.paused and r not in self.core.held]
         late = {
             r for r in self.core.outputs
             if r.deadline is not None and r.deadline < self.now and r.status == Status.WAITING and not r.paused
@@ -188,6 +224,12 @@ class Play:
         kept = self._size_of_floors()
         number, before = self.events.step, {r: list(r.output_token_ids) for r in able}
         done = self.core.step()
+        for r in self.gave_way:
+            law(r not in self.core.kv.reservations, "a reservation gave way and is still there")
+            self.core.resume(r)
+        self.gave_way.clear()
+        if any(e.kind == "preempted" for e in self.events if e.step == number):
+            law(not self.core.kv.reservations or self._ousted(number), "somebody gave way before a reservation")
         law(self.inside is None or self.events.step == number or self.inside.finished, "an abort was lost")
         self.inside = None
         for error in self.core.failures.values():
@@ -252,6 +294,7 @@ class Play:
                 law(not later, f"request {r.request_id} gave way, and {[x.request_id for x in later]} come after it")
                 law(not any(x.paused for x in core.scheduler.running), "somebody gave way before one that is paused")
         stayed = [r for r, _ in running if r in core.scheduler.running and r not in taken]
+        joined = [r for r in joined if r not in self.received]  # whose blocks were reserved, once
         if joined and stayed and self.setup.prefix is None:
             law(core.kv.available() >= self.setup.keep_free, "the watermark was not left free")
 
@@ -276,7 +319,7 @@ class Play:
         key, running, waiting = core.policy.key, list(scheduler.running), list(scheduler.waiting)
         keys = [key(r) for r in running]
         law(keys == sorted(keys), f"running is not in the order of the keys: {keys}")
-        everybody = [*running, *waiting, *scheduler.parked]
+        everybody = [*running, *waiting, *scheduler.parked, *core.held]
         law(len(set(everybody)) == len(everybody), "somebody is in two places, or twice in one")
         law(set(everybody) == set(core.outputs), "somebody is lost, or has ended and is still there")
         law(len(waiting) == scheduler.num_waiting, "the queue counts wrongly")
@@ -286,7 +329,7 @@ class Play:
             law(0 <= r.num_computed_tokens < r.num_tokens, f"{r.num_computed_tokens} of {r.num_tokens} computed")
             law(len(r.block_ids) <= core.kv.most_blocks(r), "more blocks than the request can ever need")
             law(len(r.block_ids) >= core.kv.blocks_for(r.num_computed_tokens), "fewer blocks than tokens with KV")
-        for r in (*waiting, *scheduler.parked):
+        for r in (*waiting, *scheduler.parked, *core.held):
             law(r.status in (Status.WAITING, Status.PREEMPTED), f"a waiting request is {r.status}")
             law(not r.block_ids and not r.num_computed_tokens, "a waiting request holds blocks, or counts KV")
         law(not any(r.paused for r in waiting), "a paused request waits in the queue")
@@ -308,7 +351,10 @@ class Play:
                     law(r.tenant == other.tenant or end <= self._public(r), "tenants share a private block")
                     law(min(r.num_computed_tokens, other.num_computed_tokens) >= end, "a shared block is not full")
                 seen[block] = r, i
-        law(set(seen) == set(kv._users), "live blocks are not those of the running requests")
+        reserved = [i for r in self.core.outputs if r in kv.reservations for i in kv.reservations.ids(r)]
+        law(len(reserved) == kv.reservations.num_blocks, "a reservation outlives its request")
+        law(len(set(reserved)) == len(reserved) and not set(seen) & set(reserved), "a reserved block is used")
+        law(set(seen) | set(reserved) == set(kv._users), "live blocks are not those of the running requests")
 
     def _public(self, r: Request) -> int:
         return 0 if self.core.kv.public is None else self.core.kv.public.leading(r.prompt_token_ids)
@@ -321,7 +367,14 @@ class Play:
                 law(e.data["tokens"] > 0 and e.data["tokens"] % self.setup.block_size == 0, "a hit of part of a block")
                 start = self.computed.get(e.request_id, 0)
                 end = self.computed[e.request_id] = start + e.data["tokens"]
-                self._may_read(r, start, end)
+                if e.data["source"] == "transfer":
+                    size = self.setup.block_size
+                    law((start, end) == (0, self.received[r] // size * size), "a transfer moved the counter elsewhere")
+                    self.first_hit[e.request_id] = 0
+                    self.reached[e.request_id] = max(self.reached.get(e.request_id, 0), end)
+                    self._own(r, end)
+                else:
+                    self._may_read(r, start, end)
             elif e.kind == "preempted":
                 law(e.data["computed"] == self.computed.get(e.request_id, 0), "preempted with another counter")
                 self.computed[e.request_id] = 0
@@ -337,10 +390,7 @@ class Play:
                     self.computed[name] = before + n
                     self.reached[name] = max(self.reached.get(name, 0), before + n)
                     self.rows_total += n
-                    row = self.by_id[name]
-                    public = self._public(row)
-                    for i, number in enumerate(self._numbers(row, before + n)):
-                        self.owned.add((None if i < public else row.tenant, number))
+                    self._own(self.by_id[name], before + n)
                 free, live, cached = (e.data[k] for k in ("free", "live", "cached"))
                 law(free + live + cached == self.setup.blocks, "the step's event has lost a block")
         self.events.clear()
@@ -350,6 +400,16 @@ class Play:
             law(r.num_computed_tokens == self.computed.get(r.request_id, 0), "the counter is not the log's")
             if r.request_id in self.first_hit:
                 law(r.num_cached_tokens == self.first_hit[r.request_id], "num_cached_tokens is not the first hit")
+
+    def _own(self, r: Request, end: int) -> None:
+        public = self._public(r)
+        for i, number in enumerate(self._numbers(r, end)):
+            self.owned.add((None if i < public else r.tenant, number))
+
+    def _ousted(self, number: int) -> bool:
+        """Whether who was preempted was paused: that makes room for somebody who waits."""
+        taken = [e.request_id for e in self.events if e.step == number and e.kind == "preempted"]
+        return all(self.by_id[name].paused for name in taken)
 
     def _numbers(self, r: Request, end: int) -> list[int]:
         return self.core.shadow.prefixes.of(r.tokens[:end])
@@ -381,6 +441,7 @@ class Play:
         for r in list(self.alive):
             if r.paused:
                 self.pause(r, False)
+            self.resume(r, load=len(r.prompt_token_ids) % 2 == 0)
         most = self.bound()
         for i in range(most):
             if not self.core.has_work:
@@ -418,6 +479,8 @@ def play(
                 game.inside = r
             else:
                 game.pause(r, not r.paused)
+        if game.core.held:
+            transfer_random(game, game.dice)
         game.step()
         if i % look_every == 0:
             game.look()
@@ -438,4 +501,17 @@ def add_random(game: Play, rng: random.Random) -> None:
     elif setup.public and rng.random() < 0.7:
         prompt = [*setup.public, *prompt]
     due = rng.choice([None, None, rng.uniform(0, 30)])
-    game.add(prompt[: max(1, length)], rng.randint(1, 9), tenant, rng.randint(-2, 2), due)
+    held = game.dice.random() < 0.2
+    game.add(prompt[: max(1, length)], rng.randint(1, 9), tenant, rng.randint(-2, 2), due, held)
+
+
+def transfer_random(game: Play, rng: random.Random) -> None:
+    """Something happens to those whose KV is on its way."""
+    for r in sorted(game.core.held, key=lambda r: int(r.request_id)):
+        x = rng.random()
+        if x < 0.5:
+            game.reserve(r)
+        if x < 0.8:
+            game.receive(r, rng.randint(0, 2 * game.setup.block_size))
+        if x > 0.7:
+            game.resume(r, load=x < 0.95)

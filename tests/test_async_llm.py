@@ -555,3 +555,20 @@ def test_a_conversation_is_answered_as_llm_answers_it(folder, tmp_path):
 
     with AsyncLLM(copy, **SMALL) as llm:
         run(main(llm))
+
+
+def test_a_step_wakes_the_readers_loop_once_however_many_read(make):
+    """Each wake is a write to the loop's own socket, by the engine's thread. Mutation: one a stream is four a step."""
+    wakes = []
+
+    async def run(llm):
+        loop = asyncio.get_running_loop()
+        real = loop.call_soon_threadsafe
+        loop.call_soon_threadsafe = lambda *a, **k: (wakes.append(a), real(*a, **k))[1]
+        return await asyncio.gather(*(last(llm.generate([5 + i], GREEDY.replace(max_tokens=8))) for i in range(4)))
+
+    llm = make()
+    outputs = asyncio.run(run(llm))
+    steps = len(llm.engine.events.of("step"))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [8] * 4
+    assert 8 <= len(wakes) <= steps < 4 * 8

@@ -187,6 +187,17 @@ def fixed_cases(count: int) -> list:
     return cases
 
 
+def test_two_threads_keep_the_property_and_the_fast_path_still_has_it_not():
+    torch.set_num_threads(2)  # the suite has one; the sizes of products that agree are found at the threads there are
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            assert any(difference(model(dtype), PagedSDPA, case) > 0.0 for case in fixed_cases(3))
+            switched = make_invariant(model(dtype))
+            assert all(difference(switched, PagedInvariant, case) == 0.0 for case in fixed_cases(3))
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_equal_prefixes_write_equal_bits(made):
     """What lets a cached prefix stand for a computed one: its keys and values do not tell who computed them."""
     run = Run(made("bf16 packed"), PagedInvariant, [list(range(48)) + [7] * 9, list(range(48)) + [9] * 30], seed=3)

@@ -63,8 +63,11 @@ def test_slips_of_predictions_earn_half_and_their_hint(task):
 CONSTANTS = [0, 1, 0.0, "memory", "compute", (0, 0), [], {}, None, float("nan"), float("inf")]
 
 
-@pytest.mark.parametrize("constant", CONSTANTS, ids=repr)
-@pytest.mark.parametrize("task", TASKS, ids=lambda t: t.id)
+# To a scenario no constant is an object with methods, so one of them stands for all: each costs every round of it.
+ALIKE = [(t, c) for t in TASKS for c in (CONSTANTS[:1] if t.name[0].isupper() else CONSTANTS)]
+
+
+@pytest.mark.parametrize(("task", "constant"), ALIKE, ids=lambda v: v.id if isinstance(v, Task) else repr(v))
 def test_constants_earn_next_to_nothing(task, constant):
     assert judge(task, lambda *args: constant).points <= 0.25 * task.points
 
@@ -77,7 +80,7 @@ def test_lesson_is_in_order(number):
     assert all(not c.args() and c.run for c in lesson.tasks[0].cases), "the first task is a prediction"
     source = (Path(load_lesson.__code__.co_filename).parent / f"lesson_{number}.py").read_text()
     assert not re.search(
-        r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.tasks|course\.checks))", source, re.M
+        r"^\s*(from|import) (solutions|minillm\.(?!config|request|course\.(tasks|checks|adapters)))", source, re.M
     )
     for task in lesson.tasks:
         assert len({c.name for c in task.cases}) == len(task.cases)

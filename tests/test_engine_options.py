@@ -456,3 +456,10 @@ def test_what_computes_kv_is_part_of_its_name(make, monkeypatch):
     others.append(name(PagedSDPA(pool)))
     assert all(a != b for a, b in itertools.combinations([base, *others], 2))
     assert Namespace(base).adapter == ""
+
+
+def test_an_engine_says_under_which_name_it_keeps_kv(make):
+    named = lambda **options: make(enable_prefix_caching=True, **options).engine.cache.engine_namespace
+    name = named()
+    assert name == named()
+    assert len({name, named(kv_cache_dtype="int8"), named(block_size=32), named(attention_backend="reference")}) == 4

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minillm import events
 from minillm.errors import MinillmError
 from minillm.events import MAX_ROWS, EventLog, by_request
 
@@ -69,3 +71,76 @@ def test_a_file_gives_the_log_back_and_names_a_line_that_is_no_event():
     for line in ("{}", "[]", "nothing", '{"step": 1, "time": 0, "kind": "step", "data": 5}'):
         with pytest.raises(MinillmError, match="line 2"):
             EventLog.from_jsonl(log.to_jsonl().splitlines()[0] + f"\n{line}\n")
+
+
+def test_a_subscriber_sees_every_event_and_its_faults_hurt_nobody():
+    log, seen = EventLog(maxlen=0), []
+    end = log.subscribe(seen.append)
+    log.subscribe(lambda event: 1 / 0)
+    log.record("queued", "a", prompt_tokens=3)
+    end()
+    log.record("queued", "b", prompt_tokens=3)
+    assert [e.request_id for e in seen] == ["a"]
+    assert log.faults == {"ZeroDivisionError": 2}
+    assert len(log) == 0
+
+
+@pytest.mark.parametrize("other", ["record", "clear"])
+def test_two_threads_keep_one_count_of_rows(monkeypatch, other):
+    """The server refuses in its loop's thread while the engine's records a step: one may come into the other's middle.
+
+    A count that is too high drops events that have room, one that is too low lets the log grow.
+    """
+    log, inside, done = EventLog(max_rows=10), threading.Event(), threading.Event()
+    log.record("step", rows=rows(4))
+    real, first = events._rows, threading.current_thread()
+
+    def slowly(event):
+        if threading.current_thread() is first and not inside.is_set():
+            inside.set()
+            done.wait(0.2)  # with a lock the other cannot get in, and this ends unheard
+        return real(event)
+
+    def meddle():
+        assert inside.wait(10)
+        log.clear() if other == "clear" else log.record("step", rows=rows(3))
+        done.set()
+
+    monkeypatch.setattr(events, "_rows", slowly)
+    thread = threading.Thread(target=meddle)
+    thread.start()
+    log.record("step", rows=rows(2))
+    thread.join()
+    assert log._rows == sum(len(e.data["rows"]) for e in log)
+
+
+ROWS = {
+    "a prompt": ([["a", 3, 0]], (3, 0)),
+    "a prompt of one token": ([["a", 1, 0]], (1, 0)),
+    "a chunk, and two that decode": ([["a", 4, 8], ["b", 1, 9], ["c", 1, 1]], (4, 2)),
+    "computed again after a preemption, beyond the prompt": ([["a", 6, 4]], (6, 0)),
+    "the last token of a prompt costs what a decode costs": ([["a", 1, 4]], (0, 1)),
+    "nothing": ([], (0, 0)),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_rows_are_prompts_or_decodes(what):
+    given_rows, expected = ROWS[what]
+    assert events.work(given_rows) == expected
+
+
+@given(st.lists(st.tuples(st.just("a"), st.integers(1, 9), st.integers(0, 9)), max_size=8))
+def test_the_meter_and_the_capacity_fit_see_the_same_steps(drawn):
+    """Two fits of one cost: a step that one takes for a prompt and the other for a decode would part them."""
+    from minillm.roofline import capacity
+    from minillm.server.meter import LoadMeter
+
+    log, seen = EventLog(clock=lambda: 0.0), []
+    meter = LoadMeter(8)
+    meter.fit.observe = lambda p, d, seconds: seen.append((p, d, seconds))
+    log.subscribe(meter.observe)
+    log.record("queued", "a", prompt_tokens=5, max_tokens=9)
+    log.record("step", rows=[list(row) for row in drawn], seconds=0.5)
+    assert not log.faults
+    assert capacity.steps_of(log) == seen

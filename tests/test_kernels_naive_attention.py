@@ -1,4 +1,4 @@
-"""Naive attention against flash: the same FLOPs, the matrix through memory four times (ROWS B12)."""
+"""Naive attention against flash: the same FLOPs, the matrix through memory four times."""
 
 import pytest
 import torch

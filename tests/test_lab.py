@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -64,6 +65,9 @@ def test_the_page_answers_and_the_server_stops():
         assert url, "no URL was printed"
         assert f":{port}/" in url
         assert b"JupyterLab" in read_when_it_answers(url, end)
+        settings = "lab/api/settings/@jupyterlab/apputils-extension:notification"
+        news = read_when_it_answers(re.sub(r"lab/tree/[^?]*", settings, url), end)
+        assert json.loads(news)["schema"]["properties"]["fetchNews"]["default"] == "false", "nobody is asked for news"
     finally:
         server.terminate()
         assert server.wait(20) is not None

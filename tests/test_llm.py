@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
@@ -163,7 +165,7 @@ def test_bad_options_are_refused(embedded_folder):
         ({"max_model_len": 10**9}, "more than the model's 8192"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive"),
         ({"seed": -1}, "seed must be"),
-        ({"tensor_parallel_size": 2}, "no option 'tensor_parallel_size'"),
+        ({"speculative_config": 2}, "no option 'speculative_config'"),
         ({"parts": {"spam": 1}}, "'spam' is not a part"),
     ):
         with pytest.raises(MinillmError, match=message):
@@ -214,3 +216,23 @@ def test_half_precision_answers_too(embedded_folder, dtype):
     small = LLM(embedded_folder, dtype=dtype, max_model_len=64)
     assert small.engine.model.dtype == getattr(torch, dtype)
     assert "Paris" in small.chat(QUESTION, GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enable_prefix_caching": True, "kv_host_bytes": 1 << 20}, {"kv_cache": "contiguous"}, {"kv_cache": "none"}],
+    ids=["paged", "prefix cache and tiers", "contiguous", "none"],
+)
+def test_an_engine_that_nobody_refers_to_is_gone_at_once(embedded_folder, options):
+    """A reference cycle would keep a model and a pool until the collector runs, which big tensors do not hasten."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(embedded_folder, dtype="float32", max_model_len=64, max_num_seqs=2, **options)
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2), use_tqdm=False)
+        engine, model = weakref.ref(llm.engine), weakref.ref(llm.engine.model)
+        del llm
+        assert engine() is None
+        assert model() is None
+    finally:
+        gc.enable()

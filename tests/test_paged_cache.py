@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.cache.namespace import PublicPrefixes
 from minillm.cache.paged import PagedCache
+from minillm.cache.pool import KVPool
 from minillm.cache.prefix import RadixPrefixCache
 from minillm.cache.prefix_hash import HashPrefixCache
 from minillm.cache.view import Tokens
+from minillm.models.presets import PRESETS
 from minillm.request import Request, SamplingParams
 from minillm.scheduler import Limits
 from minillm.shadow import ShadowCore
@@ -205,3 +208,20 @@ def test_a_request_that_comes_back_is_no_second_query(kind):
     stats = core.kv.prefix.stats
     assert (stats.queries, stats.queried_tokens, stats.request_hits, stats.block_hits) == (1, 5, 0, 0)
     assert [e.data["tokens"] for e in core.events.of("hit")] == [4], "it was a hit all the same"
+
+
+def test_a_pool_costs_what_is_used_of_it():
+    """A default engine reserves gigabytes; one that serves a sentence must not fill them with zeros first."""
+    config = PRESETS["llama-3.1-8b"].replace(num_layers=2)
+    with open("/proc/self/statm") as file:
+        before = int(file.read().split()[1])
+    pool = KVPool(config, 8000, 16, torch.bfloat16)  # 1 GB
+    with open("/proc/self/statm") as file:
+        used = (int(file.read().split()[1]) - before) * 4096
+    assert pool.nbytes > 1e9
+    assert used < 0.05 * pool.nbytes
+    assert pool.k.data_ptr() % 64 == pool.v.data_ptr() % 64 == 0
+    assert not pool.k[:, [0, 4000, 8000]].any()
+    pool.write_blocks([8000], [[torch.ones_like(t) for t in pool.read_block(8000)]])
+    assert pool.k[:, 8000].all()
+    assert not pool.k[:, 7999].any()

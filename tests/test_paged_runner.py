@@ -83,7 +83,7 @@ def test_any_leaving_order_gives_the_naive_logits_and_frees_everything(data):
 
 
 def test_a_thousand_mixed_requests_leave_the_pool_as_it_was():
-    """ROWS A1, on the cache alone: groups of drawn sizes, each request ending at a drawn length."""
+    """On the cache alone: groups of drawn sizes, each request ending at a drawn length."""
     cache, draw = PagedCache(KVPool(CONFIG, 40, BLOCK, torch.float32)), random.Random(0)
     done = 0
     while done < 1000:

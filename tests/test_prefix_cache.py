@@ -296,7 +296,7 @@ def play(kind, examples):
 @pytest.mark.parametrize("wrong", SEEN, ids=lambda kind: kind.__name__)
 def test_the_state_machine_notices_a_mistake(wrong):
     with pytest.raises(Exception):  # noqa: B017 a broken tree fails in many ways
-        play(wrong, 300)
+        play(wrong, 1000)
 
 
 def test_the_state_machine_notices_nothing_else():

@@ -287,7 +287,7 @@ def test_a_listener_that_fails_loses_nothing(kind):
 
 @both_kinds
 def test_block_hits_are_not_request_hits(kind):
-    """E3: nine prompts of ten share a first block of ten."""
+    """Nine prompts of ten share a first block of ten."""
     cache = kind(4)
     system = [0] * 4
     free = iter(range(1, 1000))

@@ -29,7 +29,7 @@ def machine(**changes):
 
 
 def test_seventy_billion_parameters_at_two_terabytes_a_second():
-    """ROWS B8: 140 GB / 2 TB/s = 70 ms = 14.3 tokens/s."""
+    """140 GB / 2 TB/s = 70 ms = 14.3 tokens/s."""
     seconds = predict.weights_floor(70e9, "bfloat16", 2e12)
     assert seconds == pytest.approx(0.070)
     assert round(1 / seconds, 1) == 14.3
@@ -72,7 +72,7 @@ def test_decode_of_an_8b_model_on_an_h200_reads_its_weights():
 
 
 def test_the_classifier_flips_with_batch_and_with_context():
-    """ROWS B9: no phase has a fixed label."""
+    """No phase has a fixed label."""
     bound = lambda rows: predict.predict_step(LLAMA, rows, H200).bound
     assert bound([(1, 128)]) == "memory"
     assert bound([(1, 128)] * 512) == "compute"  # the same decode, many together
@@ -196,6 +196,28 @@ def test_measured_ceilings_are_cached_under_the_machines_identity(tmp_path, monk
     monkeypatch.setattr(measure, "cpu_model", lambda: "another processor")
     device.this_machine("cpu")
     assert len(calls) == 4
+
+
+def test_ceilings_of_a_busy_machine_are_measured_again_by_the_next_process(tmp_path, monkeypatch):
+    from minillm.roofline import measure
+
+    monkeypatch.setenv("MINILLM_CACHE", str(tmp_path))
+    shares, calls = iter([0.5, 0.4, 0.9]), []
+
+    def fake(kind):
+        calls.append(next(shares))
+        return machine(identity=measure.identity(kind), spread={"processor share": {"median": calls[-1]}})
+
+    def told():  # by a process that has just begun
+        monkeypatch.setattr(device, "_TRIED", set())
+        return [device.this_machine("cpu").processor_share for _ in range(2)]
+
+    monkeypatch.setattr(measure, "measure", fake)
+    assert told() == [0.5, 0.5]
+    assert told() == [0.5, 0.5]  # it was no better
+    assert told() == [0.9, 0.9]
+    assert told() == [0.9, 0.9]
+    assert calls == [0.5, 0.4, 0.9]
 
 
 def test_probes_move_the_bytes_they_say(monkeypatch):

@@ -215,7 +215,7 @@ def test_heads_are_only_a_short_cut():
 def check_draws(names=tuple(CASES)):
     """Chi-square of many draws, over seeds and positions, against the exact probabilities."""
     for name in names:
-        requests = many(case(name), seeds=150, positions=150)
+        requests = many(case(name), seeds=100, positions=100)
         tokens, _ = sample(FIXED.expand(len(requests), -1), requests)
         counts = np.bincount(tokens, minlength=len(FIXED))
         expected = oracle(FIXED, case(name)) * len(requests)

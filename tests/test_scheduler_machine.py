@@ -80,9 +80,21 @@ class Machine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=24), new=st.integers(1, 8),
         tenant=st.sampled_from(TENANTS), priority=st.integers(-2, 2), due=st.none() | st.floats(0, 30),
+        held=st.booleans(),
     )  # fmt: skip
-    def add(self, prompt, new, tenant, priority, due):
-        self.game.add(prompt, new, tenant, priority, due)
+    def add(self, prompt, new, tenant, priority, due, held):
+        self.game.add(prompt, new, tenant, priority, due, held)
+
+    @precondition(lambda self: self.game.core.held)
+    @rule(data=st.data(), tokens=st.integers(0, 24), what=st.sampled_from(["reserve", "receive", "load", "recompute"]))
+    def transfer(self, data, tokens, what):
+        r = data.draw(st.sampled_from(sorted(self.game.core.held, key=lambda r: int(r.request_id))), label="whose")
+        if what == "reserve":
+            self.game.reserve(r)
+        elif what == "receive":
+            self.game.receive(r, tokens)
+        else:
+            self.game.resume(r, load=what == "load")
 
     @precondition(lambda self: self.game.made)
     @rule(data=st.data(), keep=st.integers(1, 30), tail=st.lists(st.integers(0, ALPHABET - 1), max_size=4))

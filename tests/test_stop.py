@@ -359,3 +359,32 @@ def test_processor_mutants_are_caught(monkeypatch, name):
     monkeypatch.setattr(minillm.output, *PROCESSOR_MUTANTS[name])
     with pytest.raises(AssertionError):
         check_processor()
+
+
+class Plain:
+    """Stop strings as a learner writes them: no `enabled`, no `completes`."""
+
+    def __init__(self, stop, include_stop):
+        self.inner = StopStrings(stop, include_stop)
+
+    @property
+    def matched(self):
+        return self.inner.matched
+
+    def feed(self, text):
+        return self.inner.feed(text)
+
+    def finish(self):
+        return self.inner.finish()
+
+
+@pytest.mark.parametrize("params", [{}, {"min_tokens": 9}, {"stop": ("Paris",)}, {"stop": ("ital of France", "zzz")}])
+def test_a_learners_stop_strings_take_the_place_of_the_engines(embedded_folder, params):
+    from minillm import LLM, SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=24, **params)
+    engine = LLM(embedded_folder, dtype="float32", max_model_len=128, threads=1)
+    want = engine.generate(["The capital of France is"], asked, use_tqdm=False)[0].outputs[0]
+    engine.engine.stops = Plain
+    got = engine.generate(["The capital of France is"], asked, use_tqdm=False)[0].outputs[0]
+    assert (got.text, got.finish_reason, got.stop_reason) == (want.text, want.finish_reason, want.stop_reason)

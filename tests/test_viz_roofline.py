@@ -134,7 +134,7 @@ def test_errors_below_the_tolerance_stay_white():
     assert shown.mask.tolist() == [[True, False], [True, False]]
 
 
-# The classifier: no fixed label for a phase (ROWS B9) ---------------------------------------------------------------
+# The classifier: no fixed label for a phase ---------------------------------------------------------------
 
 
 def test_the_label_follows_batch_context_and_new_tokens():

@@ -14,7 +14,8 @@ from typing import Any
 import minillm
 
 STEPS = (
-    "ceilings", "ladder", "single", "throughput", "scheduler", "nano", "quality", "quant", "kernels", "launch",
+    "ceilings", "ladder", "single", "throughput", "scheduler", "serving", "nano", "quality", "quant", "kernels",
+    "launch", "agree", "parallel",
 )  # fmt: skip
 
 
@@ -24,9 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=STEPS,
         help="ceilings of the machine; ladder: one step of each rung; single: one stream against a peer; "
         "throughput: workloads W1 to W3 beside peers; scheduler: host time of a step's schedule; "
+        "serving: streams through the server beside the engine alone; "
+        "agree: what clients measure beside what the server says of the same requests; "
         "nano: the nano-vllm workload on Qwen3-0.6B shapes; quality: what quantised weights do to the answers; "
         "quant: what they do to the speed, once a quality record admits them; kernels: each against its roofline "
-        "and torch; launch: a decode step eager and as a CUDA graph",
+        "and torch; launch: a decode step eager and as a CUDA graph; parallel: what ranks say to each other, a "
+        "model on several of them, pipelines, the split of prefill and decode",
     )
     parser.add_argument("--model", help="embedded model, folder, hub name, or for ladder a shape with random weights")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
@@ -34,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer",
         help="other engines, as transformers,vllm=PYTHON,llama.cpp=PYTHON: the Python of an environment that has them "
-        "(default: transformers, the only one of single)",
+        "(default: transformers, the only one of single); for agree the second client, guidellm=PYTHON",
     )
     parser.add_argument(
         "--gguf", metavar="FILE", help="throughput: weights for llama.cpp (default: the embedded model's)"
@@ -43,9 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, help="samples of each measurement (default: by step)")
     parser.add_argument("--threads", type=int, help="CPU threads of both sides (default: torch's choice)")
     parser.add_argument("--seed", type=int, default=0, help="of the random tokens (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, help="prompt tokens of single and throughput (default: 128)")
-    parser.add_argument("--new", type=int, help="new tokens of single and throughput (default: 64)")
-    parser.add_argument("--requests", type=int, help="requests of throughput (default: 32) and of nano (default: 256)")
+    parser.add_argument(
+        "--prompt", type=int, help="prompt tokens of single, throughput and serving (default: 128), of agree (192)"
+    )
+    parser.add_argument(
+        "--new", type=int, help="new tokens of single, throughput and serving (default: 64), of agree (32)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        help="requests of throughput, streams of serving (default: 32); of nano (256), of agree (12)",
+    )
     parser.add_argument("--contexts", help="contexts of ladder, as 128,512,1024")
     parser.add_argument("--cached-ceilings", action="store_true", help="skip measuring the ceilings; not for a record")
     parser.add_argument("--tune", action="store_true", help="kernels: try configurations, propose entries, no record")
@@ -59,13 +71,13 @@ ASKED = (
 )  # fmt: skip
 # Options that only some steps have. The others would ignore them, so they refuse them.
 OWNERS = {
-    "model": ("ladder", "single", "throughput", "nano", "quality", "quant"),
-    "repeats": ("ladder", "single", "throughput", "scheduler", "nano", "quant", "kernels", "launch"),
+    "model": ("ladder", "single", "throughput", "serving", "agree", "nano", "quality", "quant", "parallel"),
+    "repeats": tuple(step for step in STEPS if step not in ("ceilings", "quality")),
     "contexts": ("ladder",),
-    "peer": ("single", "throughput"),
-    "prompt": ("single", "throughput"),
-    "new": ("single", "throughput"),
-    "requests": ("throughput", "nano"),
+    "peer": ("single", "throughput", "agree"),
+    "prompt": ("single", "throughput", "serving", "agree"),
+    "new": ("single", "throughput", "serving", "agree"),
+    "requests": ("throughput", "serving", "agree", "nano"),
     "workloads": ("throughput",),
     "gguf": ("throughput",),
 }
@@ -109,6 +121,10 @@ def run(args: argparse.Namespace) -> int:
             raise MinillmError(f"--contexts must look like 128,512,1024, got {args.contexts!r}") from None
     if args.step == "nano":
         given.setdefault("requests", 256)
+    if args.step == "agree":
+        given = {"prompt": 192, "new": 32, "requests": 12} | given
+    if args.step == "parallel" and args.dtype == "auto" and Options(device=args.device).on_cpu:
+        given["dtype"] = "float32"  # sums in another order then give the same tokens
     if "workloads" in given:
         given["workloads"] = tuple(dict.fromkeys(args.workloads.split(",")))
     options = Options(args.step, cached_ceilings=args.cached_ceilings, command=command, **given)
@@ -128,37 +144,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _step(name: str) -> Any:
-    if name == "ladder":
-        from minillm.bench import ladder
-
-        return ladder
-    if name == "ceilings":
-        from minillm.bench import ceilings
-
-        return ceilings
-    if name == "kernels":
+    if name in ("kernels", "launch"):
         _find_kernels()
-        from minillm.bench import kernels
-
-        return kernels
-    if name == "launch":
-        _find_kernels()
-        from minillm.bench import launch
-
-        return launch
-    if name == "quality":
-        from minillm.bench import quality
-
-        return quality
-    if name == "quant":
-        from minillm.bench import quant
-
-        return quant
-    if name in ("throughput", "scheduler", "nano"):
-        return importlib.import_module(f"minillm.bench.{name}")
-    from minillm.bench import race
-
-    return race
+    return importlib.import_module(f"minillm.bench.{'race' if name == 'single' else name}")
 
 
 def _find_kernels() -> None:

@@ -1,4 +1,4 @@
-"""What quantising does to the answers, before anyone asks what it does to the speed. Lesson 08 builds it (ROWS B11).
+"""What quantising does to the answers, before anyone asks what it does to the speed. Lesson 08 builds it.
 
 Each variant reads a text that ships with the project, in sliding windows, beside the plain model: perplexity, the share
 of tokens at which the two would choose the same, KL divergence, largest difference of a logit. Then both write on from

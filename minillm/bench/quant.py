@@ -1,6 +1,6 @@
 """Time of a decode step with plain and with quantised weights, alternating in one run. Lesson 08 builds it.
 
-Quality first (ROWS B11): a variant without a quality record that admits it is not timed, and a record whose quality
+Quality first: a variant without a quality record that admits it is not timed, and a record whose quality
 record has changed or gone is not shown. See roofline/gate.py.
 """
 

@@ -12,9 +12,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from minillm.errors import MinillmError
+
+if TYPE_CHECKING:
+    from minillm.request import Request
 
 PUBLIC = None  # the scope of a block that every tenant may read; the scope of any other block is its tenant's name
 
@@ -118,3 +122,20 @@ def positive(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise MinillmError(f"{name} is a whole number, at least 1, got {value!r:.80}")
     return value
+
+
+class Namespaces:
+    """The namespace of each request of an engine, found once: what of a prompt is public takes a look at all of it."""
+
+    def __init__(self, engine: str, public: PublicPrefixes | None = None):
+        self.engine, self._public = engine, public
+        self._known: WeakKeyDictionary[Request, Namespace] = WeakKeyDictionary()
+
+    def of(self, request: Request) -> Namespace:
+        if (namespace := self._known.get(request)) is None:
+            public = 0 if self._public is None else self._public.leading(request.prompt_token_ids)
+            namespace = self._known[request] = Namespace(self.engine, request.tenant, public_tokens=public)
+        return namespace
+
+    def forget(self, request: Request) -> None:
+        self._known.pop(request, None)

@@ -4,7 +4,7 @@ Lesson 06 builds blocks and tables, lesson 11 the prefix cache behind them; how 
 swap.py's. A block is
 
 free    nobody's
-live    in the block table of at least one request (of several, if they begin alike)
+live    in the block table of at least one request (of several, if they begin alike), or reserved for one (reserve.py)
 cached  held by the prefix cache alone: hittable until something needs its memory
 
 and free + live + cached is the whole pool: `check` is that law. Only full blocks are shared, and a hit leaves at least
@@ -18,10 +18,10 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from minillm.cache.blocks import BlockAllocator
-from minillm.cache.namespace import Namespace, PublicPrefixes
+from minillm.cache.namespace import Namespace, Namespaces, PublicPrefixes
+from minillm.cache.reserve import GaveWay, Reservations
 from minillm.cache.swap import Pool, Swap
 from minillm.cache.tiers import Tiers
 from minillm.cache.view import Tokens
@@ -59,25 +59,26 @@ class PagedCache:
         tiers: Tiers | None = None, restore: RestoreModel | None = None, preemption_mode: str = "auto",
         namespace: str = "", public: PublicPrefixes | None = None, events: EventLog | None = None,
     ):  # fmt: skip
-        """namespace: of the engine (weights, dtype, ...; DESIGN rule 6). restore: the cost model that chooses between
-        recompute and swap; without one, a tier is always used."""
+        """namespace: of the engine: weights, dtype, ... (rule 6 of docs/source.md).
+        restore: the cost model that chooses between recompute and swap; without one, a tier is always used."""
         self.pool = pool
         self.allocator = make_part("allocator", make_allocator, "the number of blocks", pool.num_blocks)
         needed = ("allocate", "free") if prefix is None else ("allocate", "free", "share")
         for name in needed:
             if not callable(getattr(self.allocator, name, None)):
                 raise MinillmError(f"parts: the allocator needs a method {name}, got {self.allocator!r:.80}")
-        self.prefix, self.public, self.engine_namespace = prefix, public, namespace
+        self.prefix, self.public = prefix, public
         self.events = events if events is not None else EventLog(0)
         self._promised: dict[Request, None] = {}  # static groups: whom blocks were promised to
         self._users: Counter[int] = Counter()  # block -> requests that have it in their table
         self._holders: set[Request] = set()  # requests with a block in their table
+        self.reservations = Reservations()
         self._releases = 0  # so far: what may let in somebody who did not fit
         self._refusal: Refusal | None = None
-        self._namespaces: WeakKeyDictionary[Request, Namespace] = WeakKeyDictionary()
+        self._namespaces = Namespaces(namespace, public)
         self._live_cached = 0  # live blocks that the prefix cache holds as well
         self._committed: dict[Request, int] = {}  # blocks of a request that the prefix cache has been shown
-        whose = None if prefix is None else self.namespace
+        whose = None if prefix is None else self._namespaces.of  # not ours: a cycle would outlive `del llm`
         self.swap = Swap(pool, tiers, restore, preemption_mode, self.events, whose)
         if prefix is not None and tiers is not None:
             prefix.on_evict = self.swap.spill
@@ -169,6 +170,8 @@ class PagedCache:
 
         All or nothing: False leaves everything as it was. keep_free: blocks that must be left over.
         """
+        if request in self.reservations and self._redeem(request):
+            return True
         if self._still_refused(request, keep_free):
             return False
         bs = self.pool.block_size
@@ -183,6 +186,8 @@ class PagedCache:
         try:
             missing, alone = self.blocks_for(request.num_tokens) - len(ids), not self._holders
             if alone or missing + keep_free <= self.available(request.tenant):
+                new = self._take(missing, request.tenant, alone)
+            while new is None and alone and self.reservations.give_way(self):
                 new = self._take(missing, request.tenant, alone)
             if new is not None and ids:
                 self.allocator.share(ids)
@@ -226,8 +231,8 @@ class PagedCache:
 
     def missing(self, request: Request) -> int:
         """Tokens that a step would have to compute were a waiting request admitted now, if no tier has any of them."""
-        hit = 0
-        if self.prefix is not None:
+        hit = self.reservations.hit(request)
+        if not hit and self.prefix is not None:
             hit = self.prefix.peek(Tokens(request), self.namespace(request))[1]
         return request.num_tokens - min(hit, (request.num_tokens - 1) // self.pool.block_size * self.pool.block_size)
 
@@ -241,7 +246,10 @@ class PagedCache:
         missing = self.blocks_for(request.num_tokens if num_tokens is None else num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
-        new = self._take(missing, request.tenant, alone=self._holders <= {request})
+        alone = self._holders <= {request}
+        new = self._take(missing, request.tenant, alone)
+        while new is None and self.reservations.give_way(self):  # before anybody who runs
+            new = self._take(missing, request.tenant, alone)
         if new is None:
             return False
         self._holders.add(request)
@@ -317,7 +325,7 @@ class PagedCache:
 
     def release(self, request: Request) -> None:
         """Free the request's blocks, and the promise of those that it never reached. A second time, nothing."""
-        held, request.block_ids = request.block_ids, []
+        held, request.block_ids = request.block_ids or self.reservations.pop(request), []
         self._promised.pop(request, None)
         self._committed.pop(request, None)
         self._holders.discard(request)
@@ -342,17 +350,61 @@ class PagedCache:
         if self._refusal is not None and self._refusal.request is request:
             self._refusal = None
         self.swap.forget(request)
-        self._namespaces.pop(request, None)
+        self._namespaces.forget(request)
+
+    # Room for KV from another engine (lesson 15) ---------------------------------------------------------------
+
+    def reserve(self, request: Request, keep_free: int = 0, gave_way: GaveWay | None = None) -> bool:
+        """Set aside blocks for all tokens of a request that is not queued yet. False: there are none, and no change.
+
+        `release` gives them back. gave_way(request) is called, from within a step, when somebody who runs needs them.
+        Raises MinillmError for a request that holds blocks.
+        """
+        return self.reservations.take(self, request, keep_free, gave_way)
+
+    def loaded(self, request: Request, tokens: int, cached: int = 0) -> None:
+        """The KV of the request's first tokens is in its reserved blocks: admission will go on from there.
+
+        cached: how many of them the other engine had not computed for this request either. Raises MinillmError for a
+        number that is not whole blocks or leaves no token to compute, or without a reservation.
+        """
+        self.reservations.loaded(request, tokens, cached, self.pool.block_size)
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether the head of the queue was not admitted for want of memory."""
+        return self._refusal is not None and not self._refusal.request.block_ids
+
+    def take(self, n: int, tenant: str) -> list[int] | None:
+        """n blocks of nobody, live from now on; None if there are not so many."""
+        ids = self._take(n, tenant, alone=False)
+        if ids:
+            self._enter(ids)
+        return ids
+
+    def _redeem(self, request: Request) -> bool:
+        """Admit a request with what was loaded into its reservation. False: nothing was, and it has none any more."""
+        held = self.reservations.redeem(request)
+        if held is None or held.loaded is None:
+            self.release(request)
+            return False
+        self._holders.add(request)
+        request.block_ids, request.num_computed_tokens, request.num_cached_tokens = held.ids, held.loaded, held.cached
+        self._committed[request] = 0
+        if held.loaded:
+            self.events.record("hit", request.request_id, tokens=held.loaded, source="transfer", cached=held.cached)
+            self.commit(request)  # who begins alike finds it in this very step
+        return True
 
     # Whose is what ---------------------------------------------------------------------------------------------
 
+    @property
+    def engine_namespace(self) -> str:
+        """What all KV of this engine was computed with, by `cache.namespace.engine_namespace`."""
+        return self._namespaces.engine
+
     def namespace(self, request: Request) -> Namespace:
-        """Found once a request: what of a prompt is public takes a look at all of it."""
-        if (namespace := self._namespaces.get(request)) is None:
-            public = 0 if self.public is None else self.public.leading(request.prompt_token_ids)
-            namespace = Namespace(self.engine_namespace, request.tenant, public_tokens=public)
-            self._namespaces[request] = namespace
-        return namespace
+        return self._namespaces.of(request)
 
     # Static groups (lessons 06 and 09) ------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ and in which order, stands in its block table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +18,7 @@ from minillm.errors import MinillmError
 
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+ALIGNED = 64  # bytes: where torch's own CPU tensors begin
 SMALLEST_AMAX = 1e-20  # the least that is divided by
 BlockLayout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each tensor of one block
 
@@ -36,7 +39,7 @@ class KVPool:
         self.num_blocks, self.block_size, self.dtype = num_blocks, block_size, dtype
         shape = (config.num_layers, num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         stored = KV_DTYPES.get(kv_dtype, dtype)
-        self.k, self.v = (torch.zeros(shape, dtype=stored, device=device) for _ in range(2))
+        self.k, self.v = (_zeros(shape, stored, device) for _ in range(2))
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         if kv_dtype != "auto":
@@ -103,9 +106,55 @@ class KVPool:
             staged = torch.stack(parts, 1, out=torch.empty(shape, dtype=t.dtype, pin_memory=True))
             t.index_copy_(1, index, staged.to(t.device, non_blocking=True))
 
+    def read_tokens(self, layer: int, ids: Sequence[int], start: int, count: int) -> list[Tensor]:
+        """Tokens start to start + count - 1 of one layer of a sequence, to the bit; new CPU tensors.
+
+        ids: its block table. k and v [count, K, d], and [count, K] of the scales there are. Waits for a GPU.
+        """
+        slots = self._slots(layer, ids, start, count)
+        return [t[layer].flatten(0, 1).index_select(0, slots).cpu() for t in self._stored]
+
+    @torch.inference_mode()
+    def write_tokens(self, layer: int, ids: Sequence[int], start: int, tensors: Sequence[Tensor]) -> None:
+        """Put what `read_tokens` gave into a block table's. MinillmError, and nothing written, if it does not fit."""
+        count = tensors[0].shape[0] if tensors and tensors[0].dim() else 0
+        slots = self._slots(layer, ids, start, count)
+        expected = tuple((t.dtype, (count, *t.shape[3:])) for t in self._stored)
+        if (given := tuple((t.dtype, tuple(t.shape)) for t in tensors)) != expected:
+            raise MinillmError(f"these are no tokens of this pool: {given}, {count} of them are {expected}")
+        for t, part in zip(self._stored, tensors, strict=True):
+            t[layer].view(-1, *t.shape[3:]).index_copy_(0, slots, part.to(t.device))
+
+    def _slots(self, layer: int, ids: Sequence[int], start: int, count: int) -> Tensor:
+        """Where the tokens of a block table lie in a layer, int64 [count]."""
+        if not 0 <= layer < self.k.shape[0]:
+            raise MinillmError(f"layers are 0 to {self.k.shape[0] - 1}, got {layer}")
+        if start < 0 or count < 0 or start + count > len(ids) * self.block_size:
+            held = f"{len(ids)} blocks of {self.block_size}"
+            raise MinillmError(f"{held} hold tokens 0 to {len(ids) * self.block_size - 1}, got {count} from {start}")
+        first, end = start // self.block_size, -(-(start + count) // self.block_size)
+        self._check_ids(used := ids[first:end])
+        if len(set(used)) != len(used):
+            raise MinillmError(f"a block table names each block once, got {list(used)!r:.80}")
+        at = torch.arange(start, start + count)
+        table = torch.tensor(list(used) or [0], dtype=torch.long)
+        slots = table[at // self.block_size - first] * self.block_size + at % self.block_size
+        return slots.to(self.k.device)
+
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not all(1 <= i <= self.num_blocks for i in ids):
             raise MinillmError(f"blocks are 1 to {self.num_blocks} (0 is padding), got {list(ids)!r:.80}")
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
+    """torch.zeros, but on a CPU of pages that the system gives when they are first written: what nobody uses costs
+    nothing, and an engine starts at once."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(nbytes + ALIGNED, dtype=np.uint8)  # calloc
+    start = -memory.ctypes.data % ALIGNED
+    return torch.from_numpy(memory[start : start + nbytes]).view(dtype).view(*shape)
 
 
 def block_bytes(config: ModelConfig, block_size: int, itemsize: int, kv_dtype: str = "auto") -> int:

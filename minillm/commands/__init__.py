@@ -42,9 +42,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", default=None, help="of the weights: int8 or int4 (default: none)")
     parser.add_argument("--enforce-eager", action="store_true", help="capture no CUDA graphs")
     parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N",
+        help="processes, or GPUs, that share each layer; needs --kv-cache paged (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, metavar="S",
+        help="stages of layers, one after the other; needs --kv-cache paged (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-model-len", type=int, default=None, help="most tokens of prompt and answer (default: the model's limit)"
     )
     parser.add_argument("--threads", type=int, default=None, help="CPU threads (default: torch's choice)")
+
+
+def add_use_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--use", action="append", default=[], metavar="NOTEBOOK",
+        help="run the code of an exercise and put your answers into the engine: exercises/06_paged_attention.ipynb, or "
+        ".ipynb:06.2,06.5 for those answers only; may be given more than once",
+    )  # fmt: skip
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
@@ -75,11 +91,13 @@ def sampling_params(args: argparse.Namespace) -> Any:
     return SamplingParams(**{name: getattr(args, name) for name in names})
 
 
-def load_llm(args: argparse.Namespace) -> Any:
+def load_llm(args: argparse.Namespace, **more: Any) -> Any:
+    """more: options of `LLM` that take the place of the command line's."""
     from minillm.llm import LLM
 
     names = (
         "dtype", "device", "kv_cache", "attention_backend", "block_size", "num_kv_blocks", "kv_cache_dtype",
         "quantization", "enforce_eager", "max_model_len", "threads",
+        "tensor_parallel_size", "pipeline_parallel_size",
     )  # fmt: skip
-    return LLM(args.model, **{name: getattr(args, name) for name in names})
+    return LLM(args.model, **({name: getattr(args, name) for name in names} | more))

@@ -31,8 +31,9 @@ def add_parser(sub: Any) -> None:
     parser = command(
         sub, "doctor", "Say what this machine is, what works on it and what is missing.", "minillm doctor --json"
     )
-    parser.add_argument("--remeasure", action="store_true", help="measure this machine's ceilings again")
-    parser.add_argument("--no-measure", action="store_true", help="leave the ceilings out unless they are cached")
+    ceilings = parser.add_mutually_exclusive_group()
+    ceilings.add_argument("--remeasure", action="store_true", help="measure this machine's ceilings again")
+    ceilings.add_argument("--no-measure", action="store_true", help="leave the ceilings out unless they are cached")
     parser.set_defaults(run=run)
 
 

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         raise MinillmError(f"evidence {args.action} needs {'RECORD/KEY/FIELD' if args.action == 'show' else 'files'}")
     if args.action in ("check", "list") and args.what:
         raise MinillmError(f"evidence {args.action} takes no {args.what[0]!r}")
+    if args.check and args.action != "render":
+        raise MinillmError(f"--check belongs to evidence render; evidence {args.action} would ignore it")
     return {"check": _check, "list": _list, "show": _show, "render": _render}[args.action](args, folder)
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from minillm.commands import add_model_options, add_sampling_options, command, load_llm, sampling_params
+from minillm.commands import add_model_options, add_sampling_options, add_use_option, command, load_llm, sampling_params
 
 
 def add_parser(sub: Any) -> None:
@@ -19,7 +19,8 @@ def add_parser(sub: Any) -> None:
     parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
     add_sampling_options(parser, max_tokens=128)
     add_model_options(parser)
-    parser.set_defaults(run=run)
+    add_use_option(parser)
+    parser.set_defaults(run=run, default_of=parser.get_default)
 
 
 def read_input() -> str:
@@ -32,11 +33,35 @@ def read_input() -> str:
         raise MinillmError("standard input is closed or not text; give the prompt as an argument") from None
 
 
+def mounted(args: argparse.Namespace) -> dict[str, Any]:
+    """The learner's parts, and the options that they need. Says on stderr what is mounted."""
+    from minillm.course.mount import load_all
+    from minillm.errors import MinillmError
+
+    mine = load_all(args.use)
+    if mine.server:
+        raise MinillmError(f"the {next(iter(mine.server))} is a part of the server: use it with minillm serve")
+    print("\n".join(mine.lines()), file=sys.stderr)
+    asked = {name: getattr(args, name, None) for name in mine.options}
+    options = mine.config({name: value for name, value in asked.items() if value != args.default_of(name)})
+    return options | {"parts": mine.parts}
+
+
 def run(args: argparse.Namespace) -> int:
+    if not args.use:
+        return generate(args)
+    from minillm.course.mount import in_words
+
+    with in_words():
+        return generate(args, **mounted(args))
+
+
+def generate(args: argparse.Namespace, **options: Any) -> int:
+    """options: of `LLM`, which take the place of the command line's."""
     started = time.perf_counter()
     prompt = read_input() if args.prompt == "-" else args.prompt
     params = sampling_params(args)
-    llm = load_llm(args)
+    llm = load_llm(args, **options)
     tokenizer = llm.get_tokenizer()
     if not args.raw and tokenizer.chat_template:
         text = tokenizer.render_chat([{"role": "user", "content": prompt}])

@@ -6,7 +6,9 @@
     candidate.py   an answer as something to call; host.py runs it; wire.py carries values as JSON
     session.py     the sandboxed process of `minillm grade`; sandbox.py is what runs inside it
     kernel_watch.py   what a kernel of an answer touches, judged before it happens
+    ranks.py       a world of ranks for one answer, and what they said to each other
     grade.py       one notebook, a folder, a class     execute.py, guard.py   the lesson notebooks
+    mount.py       answers in a live engine (--use)    answers.py   runs them here; adapters/ fit them to the engine
 
 How to add an exercise (lesson NN; lesson_00.py and lesson_01.py are the patterns)
 1. `checks/lesson_NN.py`: a reference for each task in your own words (import neither solutions/ nor the engine), its
@@ -17,6 +19,9 @@ How to add an exercise (lesson NN; lesson_00.py and lesson_01.py are the pattern
    its arguments, say `writes=True` and read `answer.after` in the scenario. A constant must not earn points: put
    several inputs into one case where the results are few. Where answers hold Triton kernels: `allow=KERNELS` and
    the cases of `checks/triton_cases.py`, which put guards around tensors and count bytes (lesson_04.py is the pattern).
+   Where they run on several ranks: allow `minillm.parallel.group`, and `answer.on_ranks` (lesson_14.py is the pattern).
+   Answers that an engine or the server can use: `parts=[Part(...)]`, with an adapter where the exercise asks for less
+   than the engine calls (lesson_06.py is the pattern).
 2. A scratch script with the builders of `notebook.py` (`md`, `code`, `task`, `check_cell`, `write`) makes
    `solutions/NN_topic.ipynb`; throw the script away. Cells: a setup cell with `from minillm.course import check`;
    for each task a Markdown cell, a `task` cell (typed signature, docstring with shapes, units, approach, hint; 3 to 30

@@ -7,7 +7,7 @@ that stay where they are, so a result that overloads `==` gains nothing. Tooling
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from minillm.course import wire
@@ -29,7 +29,7 @@ class OverTimeError(CandidateError):
 class Transport(Protocol):
     def request(
         self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any],
-        gaps: dict[str, int] | None = None,
+        gaps: dict[str, int] | None = None, only: list[str] | None = None,
     ) -> Any:  # fmt: skip
         """Perform `Host.call` where the answer lives; `functions[i]` serves callback i."""
 
@@ -38,7 +38,7 @@ class LocalTransport:
     """Runs the answer in this process: the check cells of a notebook."""
 
     def __init__(self, function: Any):
-        self.host = Host(wire, self._callback, watch=_watch)
+        self.host = Host(wire, self._callback, watch=_watch, world=_world)
         self.functions: list[Any] = []
         self.root = self.host.keep(function)
 
@@ -47,16 +47,22 @@ class LocalTransport:
 
     def request(
         self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any],
-        gaps: dict[str, int] | None = None,
+        gaps: dict[str, int] | None = None, only: list[str] | None = None,
     ) -> Any:  # fmt: skip
         self.functions = functions
-        return self.host.call(target, attr, args, limit, gaps)
+        return self.host.call(target, attr, args, limit, gaps, only)
 
 
 def _watch() -> Any:
     from minillm.course.kernel_watch import Watch  # Triton takes a second to import, and few lessons need it
 
     return Watch()
+
+
+def _world(function: Any, args: Any, only: Any) -> Any:
+    from minillm.course.ranks import run  # needs torch, which most lessons' checks do without
+
+    return run(function, args, only)
 
 
 class Candidate:
@@ -66,6 +72,7 @@ class Candidate:
         self._transport, self._root, self._limit = transport, root, limit_s
         self.reference = reference  # this is the task's own reference or one of its mistakes, and not an answer
         self.touched: dict[str, int] = {}  # what the kernels of the last `watched` call did: `Watch.record`
+        self.said: list[list[list[Any]]] = []  # what each rank of the last `on_ranks` said: `ranks.run`
         self.changed: list[str] = []  # arguments that a call wrote into
         self.after: list[Any] = []  # the arguments of the last call as they were after it
         self._functions: list[Any] = []  # callbacks by number; an object may keep one and call it much later
@@ -77,9 +84,17 @@ class Candidate:
         """Call with guards around each tensor (and `gaps[i]` of them after each row of argument i); see `touched`."""
         return self._request(self._root, None, args, {str(i): n for i, n in (gaps or {}).items()})
 
+    def on_ranks(self, args: Sequence[Sequence[Any]], only: Sequence[str]) -> list[Any]:
+        """Call on all ranks of a world, `answer(group, *args[rank])`; what each returned. See `said`.
+
+        only: the methods that the group has there.
+        """
+        return list(self._request(self._root, None, tuple(list(a) for a in args), only=list(only)))
+
     def _request(
-        self, target: int, attr: str | None, args: tuple[Any, ...] | None, gaps: dict[str, int] | None = None
-    ) -> Any:
+        self, target: int, attr: str | None, args: tuple[Any, ...] | None, gaps: dict[str, int] | None = None,
+        only: list[str] | None = None,
+    ) -> Any:  # fmt: skip
         functions = self._functions
 
         def keep(value: Any) -> int:
@@ -89,16 +104,18 @@ class Candidate:
             return len(functions) - 1
 
         encoded = None if args is None else [self._argument(a, keep) for a in args]
-        reply = self._transport.request(target, attr, encoded, self._limit, functions, gaps)
+        reply = self._transport.request(target, attr, encoded, self._limit, functions, gaps, only)
         if "error" in reply:
             raise _error(reply, self._limit)
         try:
             if args is not None:
                 written = {int(i): self._decode(value) for i, value in reply["changed"]}
-                self.changed += [f"argument {i + 1}" for i in written]
+                self.changed += [f"argument {i + 1}" if only is None else f"of rank {i}" for i in written]
                 self.after = [written.get(i, a) for i, a in enumerate(args)]
             if gaps is not None:
                 self.touched = {str(key): int(n) for key, n in reply["touched"].items()}
+            if only is not None:
+                self.said = [[[str(k), int(p), int(n), int(b)] for k, p, n, b in rank] for rank in reply["said"]]
             return self._decode(reply["ok"])
         except (AttributeError, wire.WireError, KeyError, TypeError, ValueError) as error:
             raise CandidateError(f"the result cannot be read: {error}") from None
@@ -174,7 +191,7 @@ def _error(reply: dict[str, Any], limit: float) -> CandidateError:
         return NotAttempted("not attempted")
     if name == "OverTime":
         return OverTimeError(f"it did not come back within {limit:g} s{at}; is there a loop that never ends?")
-    if name == "Gone":
+    if name in ("Gone", "RanksStuck"):
         return CandidateError(message)
     if name == "OutOfBounds":
         return CandidateError(f"out of bounds: {message} ({where})" if where else f"out of bounds: {message}")

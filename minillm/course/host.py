@@ -46,10 +46,10 @@ class Host:
 
     def __init__(
         self, wire: Any, callback: Callable[[int, list[Any]], Any] | None = None, swallow: bool = False,
-        watch: Callable[[], Any] | None = None,
+        watch: Callable[[], Any] | None = None, world: Callable[..., Any] | None = None,
     ):  # fmt: skip
-        """`watch()` is a context manager that gives a `minillm.course.kernel_watch.Watch`."""
-        self.wire, self.callback, self.swallow, self.watch = wire, callback, swallow, watch
+        """`watch()` is a context manager that gives a `minillm.course.kernel_watch.Watch`; world: `ranks.run`."""
+        self.wire, self.callback, self.swallow, self.watch, self.world = wire, callback, swallow, watch, world
         self.objects: dict[Any, Any] = {}
         self.next = 0
 
@@ -59,11 +59,13 @@ class Host:
         return self.next
 
     def call(
-        self, target: Any, attr: str | None, args: list[Any] | None, limit: float, gaps: dict[str, int] | None = None
-    ) -> dict[str, Any]:
+        self, target: Any, attr: str | None, args: list[Any] | None, limit: float, gaps: dict[str, int] | None = None,
+        only: list[str] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Call object `target` (its attribute `attr`, when given) with encoded `args`; no `args`: just read `attr`.
 
         gaps   not None: watch what kernels touch; {"0": 5} puts 5 guards after each row of argument 0
+        only   not None: on ranks, `args[rank]` are those of a rank, whose group has these methods
         """
         try:
             obj = self.objects[target]
@@ -81,8 +83,15 @@ class Host:
                     values = watch.place(values, {int(i): n for i, n in gaps.items()})
                 with time_limit(limit):
                     function = obj if attr is None else getattr(obj, attr)
-                    result = function(*values)
+                    if only is not None:
+                        if self.world is None:
+                            raise RuntimeError("this lesson's answers do not run on ranks")
+                        result, said = self.world(function, values, only)
+                    else:
+                        result = function(*values)
                     reply = {"ok": self.wire.encode(result, self.keep)}
+                    if only is not None:
+                        reply["said"] = said
                 if gaps is not None:
                     reply["touched"] = watch.record(result)
                     watch.begin()

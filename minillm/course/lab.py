@@ -42,6 +42,12 @@ def has_display() -> bool:
     return sys.platform in ("darwin", "win32") or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
+def jupyter_environment() -> dict[str, str]:
+    """`labconfig/` beside this file turns off what JupyterLab would ask the network for, and ask the learner about."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
+    return os.environ | {"JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}
+
+
 def jupyter_command(folder: Path, port: int) -> list[str]:
     command = [
         sys.executable,
@@ -52,8 +58,6 @@ def jupyter_command(folder: Path, port: int) -> list[str]:
         f"--port={port}",
         "--ServerApp.port_retries=0",
         f"--LabApp.default_url=/lab/tree/{FIRST}",
-        "--LabApp.news_url=None",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
     command += [] if has_display() else ["--no-browser"]
     # Jupyter refuses root unless told; in a container root is the usual user, and it listens on loopback only.
@@ -77,7 +81,7 @@ def start(wanted: int) -> int:
         print(f"Port {wanted} is taken; using {port}.")
     print(f"JupyterLab is starting on port {port}; its URL, with the token, follows. Ctrl-C stops it.", flush=True)
     command = jupyter_command(root(), port)
-    return os.execv(command[0], command)  # does not return
+    return os.execve(command[0], command, jupyter_environment())  # does not return
 
 
 if __name__ == "__main__":

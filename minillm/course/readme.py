@@ -1,4 +1,4 @@
-"""Renews what README shows from the records: the numbers beside their comments, and the picture of the ladder.
+"""Renews what README and docs/peers.md show from the records: numbers beside their comments, the picture of the ladder.
 
 python -m minillm.course.readme [--check]
 """
@@ -15,6 +15,7 @@ from minillm.roofline import evidence
 
 RECORD = "ladder-cpu"
 PICTURE = Path("docs") / "ladder.png"
+TEXTS = ("README.md", "docs/peers.md")  # every number with a unit in them stands beside its record
 
 
 def ladder_figure(record: dict[str, Any]) -> Any:
@@ -37,17 +38,21 @@ def stamp(folder: Path) -> str | None:
 
 
 def faults(folder: Path) -> list[str]:
-    """What README shows that the records do not give."""
-    text = (folder / "README.md").read_text(encoding="utf-8")
-    found = [] if evidence.sync(text) == text else ["README.md shows a number that its record does not give"]
+    """What these texts show that the records do not give."""
+    found = []
+    for name in TEXTS:
+        text = (folder / name).read_text(encoding="utf-8")
+        if evidence.sync(text) != text:
+            found.append(f"{name} shows a number that its record does not give")
     if stamp(folder) != evidence.load(RECORD)["hash"]:
         found.append(f"{PICTURE} was not drawn from the committed record {RECORD}")
     return found
 
 
 def renew(folder: Path) -> None:
-    readme = folder / "README.md"
-    readme.write_text(evidence.sync(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in TEXTS:
+        path = folder / name
+        path.write_text(evidence.sync(path.read_text(encoding="utf-8")), encoding="utf-8")
     record = evidence.load(RECORD)
     (folder / PICTURE).parent.mkdir(exist_ok=True)
     ladder_figure(record).savefig(folder / PICTURE, metadata={"Software": None, "Comment": record["hash"]})
@@ -55,12 +60,12 @@ def renew(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m minillm.course.readme", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when README is stale")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 when a text is stale")
     args = parser.parse_args()
     if not args.check:
         renew(root())
     found = faults(root())
-    print("\n".join(found) or "README shows what the records give")
+    print("\n".join(found) or f"{' and '.join(TEXTS)} show what the records give")
     return 1 if found else 0
 
 

@@ -141,7 +141,7 @@ class Session:
 
     def request(
         self, target: Any, attr: str | None, args: list[Any] | None, limit: float, functions: list[Any],
-        gaps: dict[str, int] | None = None,
+        gaps: dict[str, int] | None = None, only: list[str] | None = None,
     ) -> Any:  # fmt: skip
         """`Host.call` inside the sandbox; callbacks are served here. Never raises for what the submission does."""
         if time.monotonic() >= self._deadline:
@@ -151,7 +151,7 @@ class Session:
         if self._process is None:
             return _gone("the notebook cannot be run any more; see the problems of the file")
         try:
-            self._send({"target": target, "attr": attr, "args": args, "limit": limit, "gaps": gaps})
+            self._send({"target": target, "attr": attr, "args": args, "limit": limit, "gaps": gaps, "only": only})
             end = time.monotonic() + limit + GRACE_S
             while "callback" in (reply := self._receive(end - time.monotonic())):
                 self._send(self._serve(reply, functions))

@@ -109,13 +109,41 @@ def prediction(task_id: str, title: str, answers: Sequence[Answer], name: str = 
 
 
 @dataclass(frozen=True)
+class Part:
+    """An answer that a running engine can use: see `minillm.course.mount`.
+
+    name        of the engine's part (`minillm.parts.PARTS`), or of the server's, with `server`
+    task        the answer that it is
+    make        make(answers: minillm.course.answers.Answers) gives what `LLM(parts={name: ...})` takes
+    options     of the engine, without which it could not be used
+    needs       other answers that it cannot do without
+    uses        other answers that it takes instead of the engine's own, if all of them are there
+    unread_beside  a part beside which the engine would never call this one
+    note        what whoever mounts it should know
+    """
+
+    name: str
+    task: str
+    make: Callable[[Any], Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs: Sequence[str] = ()
+    uses: Sequence[str] = ()
+    unread_beside: str = ""
+    server: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Lesson:
-    """All tasks of one exercise. `allow` names the minillm modules that an answer may import while it is graded."""
+    """All tasks of one exercise. `allow` names the minillm modules that an answer may import while it is graded.
+    `parts`: the answers that a running engine can use; where two are the same part, the first that is there is taken.
+    """
 
     number: str
     topic: str
     tasks: Sequence[Task]
     allow: Sequence[str] = ("minillm.config", "minillm.errors")
+    parts: Sequence[Part] = ()
 
     @property
     def by_id(self) -> dict[str, Task]:

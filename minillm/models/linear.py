@@ -36,7 +36,7 @@ class Linear:
 
 def can_pack(weight: Tensor) -> bool:
     """oneDNN packs fp32 always, bf16 where the CPU has instructions for it; never on another device."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not weight.numel():
         return False
     if weight.dtype == torch.bfloat16:
         return has_bf16_instructions()

@@ -9,6 +9,7 @@ matrix products. How a token sees earlier ones is the attention backend's busine
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -135,13 +136,29 @@ class Layer:
         self.down = Linear(weights.down, weights.down_bias)
 
 
+class Embedding:
+    """Row i of the table is token i's vector. ids [N] -> [N, D]."""
+
+    def __init__(self, table: Tensor):
+        self.table = table  # [V, D]
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.table)
+
+
 class Transformer:
-    """The model. `forward` gives hidden states, `logits` the scores of the next token for chosen rows."""
+    """The model. `forward` gives hidden states, `logits` the scores of the next token for chosen rows.
+
+    Of a pipeline (lesson 14) it is one stage: `first` embeds the tokens, others are given hidden states; `last` applies
+    the final norm, others give what the next stage is given.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, max_len: int | None = None, pack: bool = False):
         """pack: on a CPU, reorder the weights for oneDNN, letting the plain ones go, and use `CpuOps`."""
         self.config = config
         self.embed = weights.embed
+        self.embedding: Callable[[Tensor], Tensor] = Embedding(weights.embed)
+        self.first = self.last = True
         self.final_norm = weights.final_norm
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
         self.layers = [Layer(w) for w in weights.layers]
@@ -166,23 +183,29 @@ class Transformer:
         return self.compute(batch.token_ids, batch.positions, attention, attention.plan(batch))
 
     @torch.inference_mode()
-    def compute(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, plan: object) -> Tensor:
+    def compute(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, plan: object,
+        hidden: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """`forward` for a plan that is already made: device work only, so that a CUDA graph can hold it (lesson 07).
 
         Each residual addition is done together with the norm behind it: one pass over memory where it is fused.
+        hidden [N, D]: from the stage before, for a stage that is not the first of a pipeline.
         """
         ops, eps = self.ops, self.config.rms_norm_eps
-        x = F.embedding(token_ids, self.embed)  # [N, D]
+        x = self.embedding(token_ids) if hidden is None else hidden  # [N, D]
         cos = sin = None
         if not hasattr(attention, "rope_write"):  # a backend that fuses the rotation looks its angles up itself
             cos, sin = (table[positions].unsqueeze(1) for table in (self.cos, self.sin))  # [N, 1, d]
             cos, sin = self._rotation.angles(cos, sin)
         h = ops.rms_norm(x, self.layers[0].w.input_norm, eps)
-        after = [layer.w.input_norm for layer in self.layers[1:]] + [self.final_norm]
+        after = [layer.w.input_norm for layer in self.layers[1:]] + ([self.final_norm] if self.last else [])
         for i, layer in enumerate(self.layers):
             a = self._attend(i, layer, h, positions, cos, sin, attention, plan)
             h, x = ops.add_rms_norm(a, x, layer.w.post_norm, eps)
             m = layer.down(ops.swiglu(layer.gate_up(h)))
+            if i == len(after):  # the next stage begins with the norm
+                return x + m
             h, x = ops.add_rms_norm(m, x, after[i], eps)
         return h
 

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from minillm.config import ModelConfig
 from minillm.errors import MinillmError
+from minillm.parallel.shard import ALL, Place, Slices, local_config, local_tensors
+
+WHOLE = Place()  # a model on one rank
 
 
 @dataclass
@@ -40,7 +43,7 @@ class LayerWeights:
 class Weights:
     """A whole model. `lm_head` is the same tensor as `embed` when the two are tied."""
 
-    embed: Tensor  # [V, D]
+    embed: Tensor  # [V, D]; of a rank its share of V, and empty where a pipeline stage has none (lesson 14)
     layers: list[LayerWeights]
     final_norm: Tensor  # [D]
     lm_head: Tensor  # [V, D]
@@ -84,8 +87,12 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def fuse(config: ModelConfig, state: dict[str, Tensor]) -> Weights:
-    """Stack a checkpoint's tensors into `Weights`. Takes each tensor out of `state`, so that memory is held once."""
+def fuse(config: ModelConfig, state: dict[str, Tensor], place: Place = WHOLE) -> Weights:
+    """Stack a checkpoint's tensors into `Weights`. Takes each tensor out of `state`, so that memory is held once.
+
+    config: of the rank (`shard.local_config`); place: which rank it is. A stage of a pipeline has empty tensors in
+    place of the embedding, the final norm and the head that other stages have.
+    """
 
     def stack(prefix: str, names: tuple[str, ...], kind: str) -> Tensor | None:
         parts = [state.pop(f"{prefix}{name}.{kind}", None) for name in names]
@@ -112,27 +119,38 @@ def fuse(config: ModelConfig, state: dict[str, Tensor]) -> Weights:
             "k_norm": stack(p, ("self_attn.k_norm",), "weight"),
         }
         layers.append(LayerWeights(**values))
-    embed = state.pop("model.embed_tokens.weight")
-    head = embed if config.tie_word_embeddings else state.pop("lm_head.weight")
-    return Weights(embed=embed, layers=layers, final_norm=state.pop("model.norm.weight"), lm_head=head)
+    nothing = layers[0].input_norm.new_empty((0, config.hidden_size))
+    embed = state.pop("model.embed_tokens.weight", nothing)
+    head = embed if config.tie_word_embeddings else state.pop("lm_head.weight", nothing)
+    if not place.last:
+        return Weights(embed=embed, layers=layers, final_norm=nothing[:, 0], lm_head=nothing)
+    norm = state.pop("model.norm.weight")
+    return Weights(embed=embed if place.first else nothing, layers=layers, final_norm=norm, lm_head=head)
 
 
 def load_weights(
-    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu"
-) -> Weights:
-    """Read a Hugging Face folder. Raises MinillmError naming the file and the tensor that is at fault."""
+    folder: str | Path, config: ModelConfig, dtype: torch.dtype, device: str | torch.device = "cpu",
+    place: Place = WHOLE,
+) -> Weights:  # fmt: skip
+    """Read a Hugging Face folder. Raises MinillmError naming the file and the tensor that is at fault.
+
+    config: of the whole model. place: the rank whose share is read (lesson 14); of a tensor that is cut, only its slice
+    is read from the file.
+    """
     folder = Path(folder)
     shapes = expected_shapes(config)
+    wanted = local_tensors(config, place, shapes)
     state: dict[str, Tensor] = {}
     for file, names in _files(folder, shapes).items():
-        state |= _read_file(file, names, shapes, dtype, device)
-    missing = sorted(set(shapes) - set(state))
+        state |= _read_file(file, names, shapes, wanted, dtype, device)
+    missing = sorted(set(wanted) - set(state))
     if missing:
         raise MinillmError(
-            f"{folder} lacks {len(missing)} of {len(shapes)} tensors, first {missing[0]}; "
+            f"{folder} lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}; "
             "the folder is incomplete, or its config.json is of another model"
         )
-    return fuse(config, state)
+    local = {wanted[name][0]: state.pop(name) for name in list(state)}
+    return fuse(local_config(config, place.tp, place.pp, place.stage), local, place)
 
 
 def _files(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[Path, list[str] | None]:
@@ -167,6 +185,7 @@ def _read_file(
     file: Path,
     names: list[str] | None,
     shapes: dict[str, tuple[int, ...]],
+    wanted: dict[str, tuple[str, Slices]],
     dtype: torch.dtype,
     device: str | torch.device,
 ) -> dict[str, Tensor]:
@@ -181,11 +200,16 @@ def _read_file(
                     raise MinillmError(
                         f"{file.name} lacks the tensor {name} that the shard index promises; fetch the model again"
                     )
-                tensor = reader.get_tensor(name)
-                if tuple(tensor.shape) != shapes[name]:
+                held_slice = reader.get_slice(name)
+                if tuple(held_slice.get_shape()) != shapes[name]:
                     raise MinillmError(
-                        f"{file.name}: {name} has shape {tuple(tensor.shape)}, config.json asks for {shapes[name]}"
+                        f"{file.name}: {name} has shape {tuple(held_slice.get_shape())}, config.json asks for "
+                        f"{shapes[name]}"
                     )
+                if name not in wanted:  # another rank's
+                    continue
+                cut = wanted[name][1]
+                tensor = reader.get_tensor(name) if all(s == ALL for s in cut) else held_slice[cut]
                 if not tensor.is_floating_point() or tensor.itemsize < 2:
                     raise MinillmError(
                         f"{file.name}: {name} is {tensor.dtype}; only fp32, bf16 and fp16 checkpoints are read"

@@ -22,6 +22,7 @@ from minillm.paths import cache_dir
 
 CEILINGS_SCHEMA = 1
 GB = 1e9
+_TRIED: set[Path] = set()  # what this process has measured
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,12 @@ class Device:
     @property
     def busy(self) -> bool:
         """Measured while others used the cores: these ceilings are too low and should be measured again."""
-        return self.spread.get("processor share", {"median": 1.0})["median"] < 0.85
+        return self.processor_share < 0.85
+
+    @property
+    def processor_share(self) -> float:
+        """Part of its threads' time that the measuring process had: 1 alone."""
+        return self.spread.get("processor share", {"median": 1.0})["median"]
 
     @property
     def roof_bandwidth(self) -> float:
@@ -189,17 +195,22 @@ def this_machine(where: str = "auto", *, remeasure: bool = False) -> Device:
     """The measured ceilings of this machine; about 10 s the first time, then from the user cache.
 
     The cache is keyed by identity: processor or GPU, cores, threads in use, torch version, driver.
-    Another one of these measures again, and so does `remeasure=True`.
+    Another one of these measures again, and so does `remeasure=True`. Ceilings of a busy machine are measured once more
+    by each process that asks, until it was idle; the better ones stay.
     """
     from minillm.device import pick_device
     from minillm.roofline import measure
 
     kind = str(pick_device(where))
     identity = measure.identity(kind)
-    if not remeasure and (known := _cached(identity)) is not None:
-        return known
-    found = measure.measure(kind)
     path = _cache_file(identity)
+    known = None if remeasure else _cached(identity)
+    if known is not None and (not known.busy or path in _TRIED):
+        return known
+    _TRIED.add(path)
+    found = measure.measure(kind)
+    if known is not None and found.processor_share < known.processor_share:
+        return known
     partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps({"schema": CEILINGS_SCHEMA, "device": found.to_dict()}, indent=1), encoding="utf-8")
     partial.replace(path)  # whole or not at all, also when interrupted

@@ -1,4 +1,4 @@
-"""No speed without quality: what a quantised model must show before its speed may be shown. Lesson 08 (ROWS B11).
+"""No speed without quality: what a quantised model must show before its speed may be shown. Lesson 08.
 
 A quality record is a record of `minillm bench quality`. It admits a variant when it verifies, is of the same weights,
 device kind and rounding, and the perplexity grew by no more than the gate it was sealed with.

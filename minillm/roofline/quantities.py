@@ -19,13 +19,24 @@ from minillm.roofline.cost import element_size
 # table 4) report a growth of about 5 % for a 7 B model, and small models lose more; twice that is the end of useful.
 # A KV cache in eight bits, int8 or fp8, has the gate of eight bits.
 GATES = {8: 1.01, 4: 1.10}
+# The most that a server may add to its engine, a choice made before measuring: time of a burst over the engine's alone,
+# seconds to a first token, bytes of 500 idle connections. cost_error: how far a m + b n may be off, in the median, on
+# requests that its fit has not seen.
+SERVING_GOALS = {"ratio": 1.10, "ttft_s": 0.020, "connection_bytes": 100e6, "cost_error": 0.15}
+# How far what a client measured may be from what the server says of the same requests, as a share: a choice made before
+# measuring. e2e is a request's trace beside its stream.
+AGREE_GOALS = {"ttft": 0.05, "tpot": 0.05, "itl": 0.05, "e2e": 0.02}
 
 
 def predict_quantity(shape: dict[str, Any]) -> dict[str, float]:
     """{"lower", "expected", "upper"} of {"quantity": name, "scheme" or "kv": ...}. Raises MinillmError for others."""
+    from minillm.roofline import quantities_parallel
+
     known = {
         "weight_bytes": _weight_bytes, "weight_error": _weight_error, "kv_bytes": _kv_bytes, "kv_error": _kv_error,
-        "perplexity_ratio": _perplexity_ratio,
+        "perplexity_ratio": _perplexity_ratio, "serving_ratio": _serving_ratio, "serving_ttft": _serving_ttft,
+        "connection_bytes": _connection_bytes, "agreement": _agreement,
+        "request_cost": _request_cost, **quantities_parallel.KNOWN,
     }  # fmt: skip
     try:
         return known[shape["quantity"]](shape)
@@ -119,3 +130,46 @@ def _perplexity_ratio(shape: dict[str, Any]) -> dict[str, float]:
 
     bits = 8 if "kv" in shape else scheme_of(shape["scheme"]).bits
     return {"lower": 0.0, "expected": 1.0, "upper": GATES[bits]}
+
+
+def _serving_ratio(shape: dict[str, Any]) -> dict[str, float]:
+    """Time of a burst through the server over that of the engine alone: every token costs a chunk.
+
+    Expected as if nothing overlapped: a step of matrix products waits for its slowest core. With perfect overlap it
+    would be 1; noise can bring it below that, and the bound is only 0.
+    """
+    expected = 1 + shape["chunks"] * shape["chunk_s"] / shape["burst_s"]
+    return {"lower": 0.0, "expected": expected, "upper": SERVING_GOALS["ratio"]}
+
+
+def _serving_ttft(shape: dict[str, Any]) -> dict[str, float]:
+    """Seconds that a server adds to a newcomer's first token: its way in and out, behind half of a step's chunks.
+
+    The difference of two medians. A newcomer waits for the step under way, on either side between nothing and a step:
+    that is how far noise can bring it down.
+    """
+    expected = shape["request_s"] + shape["streams"] / 2 * shape["chunk_s"]
+    return {"lower": -shape["step_s"], "expected": expected, "upper": SERVING_GOALS["ttft_s"]}
+
+
+def _connection_bytes(shape: dict[str, Any]) -> dict[str, float]:
+    """Memory of idle connections: so many times what one costs a bare server, measured with fewer."""
+    expected = float(shape["connections"] * shape["each"])
+    return {"lower": 0.0, "expected": expected, "upper": SERVING_GOALS["connection_bytes"]}
+
+
+def _request_cost(shape: dict[str, Any]) -> dict[str, float]:
+    """Seconds of a request alone, a m + b n. No formula gives a floor: the least is what a and b leave out."""
+    expected = shape["a"] * shape["m"] + shape["b"] * shape["n"]
+    return {"lower": 0.0, "expected": expected, "upper": (1 + SERVING_GOALS["cost_error"]) * expected}
+
+
+def _agreement(shape: dict[str, Any]) -> dict[str, float]:
+    """A client's seconds over the server's, for the same requests: 1, and what the way there and back adds.
+
+    Where the client's interval holds the server's (TTFT, by the same clock) nothing can be below 1; the thousandth is
+    for the rounding of stamps. A gap between two tokens can be shorter for the client than it was for the engine.
+    """
+    goal = AGREE_GOALS[shape["of"]]
+    expected = 1 + shape["added_s"] / shape["seconds"]
+    return {"lower": 0.999 if shape["of"] == "ttft" else 0.0, "expected": expected, "upper": 1 + goal}

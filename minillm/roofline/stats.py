@@ -21,10 +21,14 @@ def derive(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
 
     rate      count / seconds                      tokens/s
     ratio     samples of the first / the second    paired by repeat: both ran side by side
+    difference  samples of the first - the second  paired likewise
     scaled    factor * seconds                     time of one of many equal parts
+    with_collectives  seconds + count * an all-reduce by the model    a shard's layer, with what ranks say to each other
+    tp_speedup  the first / (the second + count * an all-reduce)  paired: whole layer over a shard of it
     share     least possible seconds / seconds     part of the roof that was reached
     of_bandwidth  weights and KV bytes / seconds / bytes/s of the second result, measured side by side with it
     residual  seconds / expected seconds           1 is a perfect prediction
+    prediction_error |median seconds / expected seconds - 1|  one sample for each of `of`
     fit_error |fitted - measured| / measured       steps `of`, by factors fitted on the steps `train` alone;
               where the steps are kernels, a factor and an overhead for each kernel
     """
@@ -34,10 +38,22 @@ def derive(entry: dict[str, Any], record: dict[str, Any]) -> list[float]:
         return [entry["count"] / x for x in xs[0]]
     if op == "ratio":
         return [a / b for a, b in zip(*xs, strict=True)]
+    if op == "difference":
+        return [a - b for a, b in zip(*xs, strict=True)]
+    if op in ("with_collectives", "tp_speedup"):
+        from minillm.roofline.comm import Link
+
+        said = entry["count"] * Link(**entry["link"]).all_reduce(entry["nbytes"], entry["ranks"])
+        if op == "tp_speedup":
+            return [a / (b + said) for a, b in zip(*xs, strict=True)]
+        return [x + said for x in xs[0]]
     if op == "scaled":
         return [entry["factor"] * x for x in xs[0]]
     if op == "fit_error":
         return fit_of(entry, record)[1]
+    if op == "prediction_error":
+        expected = [record["predictions"][key]["prediction"]["expected"] for key in keys]
+        return [abs(statistics.median(x) / e - 1) for x, e in zip(xs, expected, strict=True)]
     prediction = record["predictions"][entry.get("prediction", keys[0])]["prediction"]
     if op == "share":
         return [prediction["lower"] / x for x in xs[0]]

@@ -81,10 +81,13 @@ def label(ax: Axes, x: float, y: float, text: str, color: str = BLACK, **how: An
 
 
 def png(fig: Figure) -> bytes:
-    """The figure as PNG, the same bytes for the same data."""
-    buffer = io.BytesIO()
-    fig.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    """The figure as PNG, the same bytes for the same data. Without matplotlib's alpha channel, which is all opaque."""
+    from PIL import Image
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    fig.savefig(drawn, format="png", metadata={"Software": None})
+    Image.open(drawn).convert("RGB").save(small, format="png", dpi=(fig.dpi, fig.dpi), optimize=True)
+    return small.getvalue()
 
 
 def show(fig: Figure, alt: str) -> Any:

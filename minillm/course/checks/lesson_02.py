@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minillm.course.adapters import as_it_is
 from minillm.course.checks.kv_cost import (
     MACHINES,
     TOO_SMALL,
@@ -37,7 +38,7 @@ from minillm.course.checks.kv_store import (
     serve_args,
 )
 from minillm.course.checks.tiny import randn
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 GIB = 2**30
 
@@ -277,5 +278,8 @@ LESSON = Lesson(
                 Mistake("two rows share one memory: `move` copies numbers, not references", MovesByAlias),
             ],
         ),
+    ],
+    parts=[
+        Part("kv_cache", "02.7", as_it_is("02.7", 5, plan=1, write=4, forward=3, move=3), {"kv_cache": "contiguous"}),
     ],
 )  # fmt: skip

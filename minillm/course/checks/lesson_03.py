@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from minillm.course.adapters import sampling, text
 from minillm.course.checks import draws
 from minillm.course.checks.draws import (
     at,
@@ -33,7 +34,7 @@ from minillm.course.checks.streams import (
     whole_text,
 )
 from minillm.course.checks.tiny import randn
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 BATCH, VOCAB, WEIGHT_BYTES = 64, 128256, 15e9
 FIRST = "temperature comes before the filter: it decides which tokens are likely enough to stay"
@@ -281,5 +282,10 @@ LESSON = Lesson(
                         lambda stop, include: StopStrings(stop, False)),
             ],
         ),
+    ],
+    parts=[
+        Part("sampler", "03.6", sampling.sampler, uses=sampling.FILTERS),
+        Part("detokenizer", "03.7", text.detokenizer),
+        Part("stops", "03.8", text.stops),
     ],
 )  # fmt: skip

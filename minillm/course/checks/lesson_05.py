@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minillm.course.adapters import paged
 from minillm.course.checks.flash import (
     NAN,
     attend_chunk,
@@ -28,7 +29,7 @@ from minillm.course.checks.flash import (
     tiled,
 )
 from minillm.course.checks.triton_cases import KERNELS, kernel_case, traffic_case
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 # 05.1 the prediction: one layer, 32 query heads, 8 KV heads of 128, bf16, 8192 tokens; 4e12 bytes/s, 1e15 FLOP/s
 S, HEADS, DIM = 8192, 32, 128
@@ -233,4 +234,7 @@ LESSON = Lesson(
         ),
     ],
     allow=KERNELS,
+    parts=[
+        Part("attention", "05.6", paged.chunks, paged.FP32),
+    ],
 )  # fmt: skip

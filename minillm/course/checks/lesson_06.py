@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
+from minillm.course.adapters import ALLOCATOR, as_it_is, paged
 from minillm.course.checks.paged_read import (
     attention_args,
     attention_with,
@@ -41,7 +42,7 @@ from minillm.course.checks.pages import (
     steps,
 )
 from minillm.course.checks.triton_cases import KERNELS, kernel_case, traffic_case
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 NAN = math.nan
 
@@ -258,4 +259,10 @@ LESSON = Lesson(
         ),
     ],
     allow=KERNELS,
+    parts=[
+        Part("allocator", "06.2", as_it_is("06.2", 1, **ALLOCATOR), {"kv_cache": "paged"}),
+        Part("attention", "06.4", paged.tokens, paged.FP32, uses=["06.3"]),
+        Part("attention", "06.5", paged.kernel, paged.FP32, uses=["06.3"],
+             note="on a CPU Triton interprets it, far too slowly for a server"),
+    ],
 )  # fmt: skip

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from minillm.course.adapters import serving
 from minillm.course.checks import batch_loop as loop
 from minillm.course.checks import batching as b
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 # 09.1 the prediction: twelve answers at four places; a step takes 20 ms and 1 ms for each request in it.
 LENGTHS, SEATS = (9, 2, 3, 2, 2, 8, 3, 2, 3, 2, 2, 10), 4
@@ -215,5 +216,8 @@ LESSON = Lesson(
                         partial(loop.last_steps_with, only="continuous")),
             ],
         ),
+    ],
+    parts=[
+        Part("scheduler", "09.3", serving.whole_prompts, {"kv_cache": "paged", "enable_chunked_prefill": False}),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from minillm.course.adapters import serving
 from minillm.course.checks import chunks
 from minillm.course.checks.chunks import (
     asked,
@@ -17,7 +18,7 @@ from minillm.course.checks.chunks import (
     schedules,
     whole_run,
 )
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 # 10.1 the prediction: 16 streams, a prompt of 4,000 tokens; a step takes 20 ms and 0.1 ms more for each prompt token;
 # a budget of 256 tokens a step, of which 240 are left for the prompt.
@@ -216,5 +217,8 @@ LESSON = Lesson(
                 Mistake("any whole number will do, not only powers of two", partial(choose_with, kind="power of two")),
             ],
         ),
+    ],
+    parts=[
+        Part("scheduler", "10.4", serving.chunked, {"kv_cache": "paged", "enable_chunked_prefill": True}),
     ],
 )  # fmt: skip

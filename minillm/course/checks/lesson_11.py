@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from minillm.course.adapters import serving
 from minillm.course.checks import prefix_tree as tree
 from minillm.course.checks.prefix_tree import (
     counted,
@@ -16,7 +17,7 @@ from minillm.course.checks.prefix_tree import (
     script,
     steps,
 )
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 # 11.1 the prediction: 16 requests one after the other, 500 common tokens and 44 own, 32 new ones; blocks of 16; 213
 # MFLOP a prompt token; 2,000 prompt tokens a second; 25 ms a decode step.
@@ -233,5 +234,9 @@ LESSON = Lesson(
                 Mistake("each hit counts, up to `most`", partial(key_with, kind="any use")),
             ],
         ),
+    ],
+    parts=[
+        Part("prefix_cache", "11.4", serving.prefix_cache, serving.PREFIX, needs=["11.2"]),
+        Part("eviction", "11.5", serving.eviction, serving.PREFIX, unread_beside="prefix_cache"),
     ],
 )  # fmt: skip

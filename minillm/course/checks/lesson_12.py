@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from minillm.course.adapters import ALLOCATOR, as_it_is, serving
 from minillm.course.checks import give_back as blocks
 from minillm.course.checks import victims
 from minillm.course.checks.give_back import choice_args, choice_with, choices, play, play_args
 from minillm.course.checks.victims import groups_args, room_with, rooms
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 # 12.1 the prediction: three requests start together, blocks of 16; then one of 1,000 tokens, 128 KiB a token, a model
 # of 8e9 parameters at 400 TFLOP/s behind a link of 25 GB/s each way.
@@ -203,5 +204,10 @@ LESSON = Lesson(
                 Mistake("out is a write, back is a read", partial(choice_with, turned=True)),
             ],
         ),
+    ],
+    parts=[
+        Part("allocator", "12.2", as_it_is("12.2", 1, **ALLOCATOR), {"kv_cache": "paged"}),
+        Part("policy", "12.3", serving.policy, {"kv_cache": "paged"}),
+        Part("scheduler", "12.4", serving.make_room, {"kv_cache": "paged"}),
     ],
 )  # fmt: skip

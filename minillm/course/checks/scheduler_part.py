@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 from minillm.cache.paged import PagedCache
 from minillm.errors import MinillmError
@@ -31,7 +32,7 @@ class SchedulerPart:
 
     def __init__(self, mine: Any, cache: PagedCache, policy: SchedulerPolicy):
         self.mine, self.cache, self.policy = mine, cache, policy
-        self.requests: dict[str, Request] = {}
+        self.requests: WeakValueDictionary[str, Request] = WeakValueDictionary()  # a server runs for days
 
     @property
     def num_waiting(self) -> int:
@@ -74,5 +75,5 @@ class SchedulerPart:
 
     def _known(self, name: Any) -> Request:
         if not isinstance(name, str) or name not in self.requests:
-            raise MinillmError(f"the scheduler names request {name!r:.40}, which was never added")
+            raise MinillmError(f"the scheduler names request {name!r:.40}, which was never added or has ended")
         return self.requests[name]

@@ -1,0 +1,24 @@
+"""What arrives in the first round is put in place and not added."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minillm.parallel.group import Group
+
+TASK = "14.4"
+POINTS = 0.5
+HINT = "the first round adds"
+
+
+def ring_all_reduce(group: Group, x: Tensor) -> Tensor:
+    n, r = group.size, group.rank
+    total = x.reshape(-1).clone()
+    chunks = [total[len(total) * i // n : len(total) * (i + 1) // n] for i in range(n)]
+    for step in range(2 * (n - 1)):
+        group.send(chunks[(r - step) % n], (r + 1) % n)
+        mine = chunks[(r - step - 1) % n]
+        got = group.recv(torch.empty_like(mine), (r - 1) % n)
+        mine.copy_(got)
+    return total.view(x.shape)

@@ -1,0 +1,18 @@
+"""gate and up are confused."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.parallel.group import Group
+
+TASK = "14.3"
+POINTS = 0
+HINT = "silu goes over gate"
+
+
+def parallel_mlp(group: Group, x: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = (x @ gate_up.T).chunk(2, dim=-1)
+    out = group.all_reduce((gate * F.silu(up)) @ down.T)
+    return out if bias is None else out + bias

@@ -1,0 +1,18 @@
+"""Everything is exposed."""
+
+TASK = "15.5"
+POINTS = 0
+HINT = "from the end of the compute"
+
+
+def timetable(compute_s: list[float], sizes: list[int], rate: float, latency_s: float, places: int) -> dict:
+    computed = 0.0
+    left, arrives = [], []  # the line; the other side
+    for i, (seconds, size) in enumerate(zip(compute_s, sizes)):
+        place = left[i - places] if i >= places else 0.0
+        computed = max(computed, place) + seconds
+        start = max(computed, left[-1]) if left else computed
+        left.append(start + size / rate)
+        arrives.append(left[-1] + latency_s)
+    exposed = arrives[-1]
+    return {"arrives": arrives, "exposed_s": exposed, "hidden": 1 - exposed / (latency_s + sum(sizes) / rate)}
