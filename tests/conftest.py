@@ -26,7 +26,10 @@ with pytest.MonkeyPatch.context() as patch:
 _find_kernels()  # where minillm is a checkout and not installed, as on a bare GPU machine
 _LIBC = ctypes.CDLL(None) if os.name == "posix" else None
 
-settings.register_profile("minillm", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+# The same examples in each run, so that a run fails because of a change and not by luck. New ones are looked for with
+# `pytest --hypothesis-profile explore`; what it finds becomes an @example.
+settings.register_profile("minillm", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("explore", settings.get_profile("minillm"), derandomize=False, print_blob=True)
 settings.load_profile("minillm")
 
 
