@@ -80,12 +80,26 @@ def test_a_failing_cell_is_shown_and_the_next_lesson_still_runs(tmp_path, capsys
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("import time\ntime.sleep(60)", "did not end within 1 s"), ("import os\nos._exit(1)", "the kernel died")],
+    [("import time\ntime.sleep(600)", "did not end within 1 s"), ("import os\nos._exit(1)", "the kernel died")],
 )
 def test_a_cell_that_hangs_or_kills_the_kernel_is_shown(tmp_path, text, words):
-    run = execute.execute(lesson(tmp_path, nbk.code("bad", text)), cell_timeout=1)
+    limit = 1 if "sleep" in text else 300  # a kernel on a busy machine may need a while to get to its end
+    run = execute.execute(lesson(tmp_path, nbk.code("bad", text)), cell_timeout=limit)
     assert "cell bad failed" in run.failure
     assert words in run.failure
+
+
+# What a cell prints goes through a thread of the kernel, and may come after the news that the cell has ended.
+LATE = """import sys, time
+sys.stdout.flush_timeout = sys.stderr.flush_timeout = 0  # the cell's end waits so long for the thread
+get_ipython().kernel.iopub_thread.schedule(lambda: time.sleep({seconds}))
+print("late")"""
+
+
+def test_what_a_cell_printed_and_nobody_got_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(execute, "OUTPUT_S", 1)
+    path = lesson(tmp_path, nbk.code("late", LATE.format(seconds=10)))
+    assert "cell late failed: it did not show what it printed within 1 s" in execute.execute(path).failure
 
 
 def test_bad_input(tmp_path, capsys):

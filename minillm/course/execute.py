@@ -24,6 +24,7 @@ from minillm.course import notebook as nbk
 from minillm.errors import MinillmError
 
 SLOW_S = 90.0  # a lesson should take less than this on two cores
+START_S, OUTPUT_S = 180, 60  # for a kernel, and for what an ended cell showed: a busy machine may need long
 # Nothing of the surroundings belongs into a lesson's output: no warnings, no look-ups, no start-up files of the user.
 QUIET = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
@@ -71,6 +72,7 @@ def _run(nb: nbk.Notebook, path: Path, cell_timeout: float) -> tuple[nbk.Noteboo
     node = nbformat.reads(nbk.dumps(nb), as_version=4)
     client = NotebookClient(
         node, timeout=cell_timeout, kernel_name="python3", record_timing=False, coalesce_streams=True,
+        startup_timeout=START_S, iopub_timeout=OUTPUT_S, raise_on_iopub_timeout=True,
         extra_arguments=["--log-level=ERROR"],
         resources={"metadata": {"path": str(path.resolve().parent)}},
     )  # fmt: skip
@@ -79,8 +81,9 @@ def _run(nb: nbk.Notebook, path: Path, cell_timeout: float) -> tuple[nbk.Noteboo
     with tempfile.TemporaryDirectory(prefix="minillm-course-") as scratch, _environment({"IPYTHONDIR": scratch}):
         try:
             client.execute()
-        except CellTimeoutError:
-            return nb, _failure(nb, at["cell"], f"it did not end within {cell_timeout:g} s")
+        except CellTimeoutError as error:
+            what, limit = ("show what it printed", OUTPUT_S) if "IOPub" in str(error) else ("end", cell_timeout)
+            return nb, _failure(nb, at["cell"], f"it did not {what} within {limit:g} s")
         except DeadKernelError:
             return nb, _failure(nb, at["cell"], "the kernel died (out of memory, or a crash)")
         except CellExecutionError as error:

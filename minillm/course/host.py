@@ -27,8 +27,11 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
+    ended = False
+
     def ring(signum: int, frame: Any) -> None:
-        raise OverTime
+        if not ended:
+            raise OverTime
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, 0.2)  # rings again: a bare `except:` may have swallowed the first
@@ -36,8 +39,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
+            ended = True  # a ring that is late must not come between here and the next line
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # or it would ring once `before` is back, which may end the process
         signal.signal(signal.SIGALRM, before)
 
 
