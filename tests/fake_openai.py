@@ -36,8 +36,9 @@ def usual(body) -> list:
 class FakeServer:
     """`with FakeServer(behave) as server: server.url`.
 
-    behave(body) -> a list of: bytes (a chunk of the stream), seconds to wait, "hang up"; or (status, headers, bytes),
-    a plain answer. All bodies are kept in `seen`; `left` counts clients that went away in the middle.
+    behave(body) -> a list of: bytes (a chunk of the stream), seconds to wait, a function to wait for until it is true,
+    "hang up"; or (status, headers, bytes), a plain answer. All bodies are kept in `seen`; `left` counts clients that went
+    away in the middle; `most` is how many requests were answered at once.
     """
 
     def __init__(self, behave=usual):
@@ -62,7 +63,7 @@ class FakeServer:
 
         self.thread = threading.Thread(target=work, daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         return self
 
@@ -127,7 +128,9 @@ class FakeServer:
                 writer.write(b"%x\r\n%s\r\n" % (len(part), part))
                 await writer.drain()
             else:
-                await asyncio.wait([gone], timeout=part)
+                await asyncio.wait([gone], timeout=0.001 if callable(part) else part)
+                while callable(part) and not part() and not gone.done():
+                    await asyncio.wait([gone], timeout=0.001)
                 if gone.done():
                     self.left += 1
                     return False
