@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from test_layout import STORED, full_pool
 
+from minillm.cluster import shared_memory
 from minillm.cluster.distributed import DistChannel
 from minillm.cluster.frame import as_bytes
 from minillm.cluster.shared_memory import SharedMemoryListener, connect
@@ -23,7 +24,7 @@ from minillm.cluster.transport import ChannelClosed
 from minillm.parallel.group import DistGroup
 
 WINDOW = 1 << 20
-WAIT_S = 60.0
+WAIT_S = 120.0  # of a machine that is busy with other things, or stood still
 IDS = [3, 8, 1]
 
 
@@ -82,7 +83,7 @@ def exchange(channel):
 
 def hang(channel):
     channel.send({"here": os.getpid()})
-    time.sleep(WAIT_S)
+    time.sleep(3600)  # it is killed
 
 
 def flood(channel):
@@ -91,14 +92,15 @@ def flood(channel):
         channel.send({}, [big()])
 
 
-def dies_soon(channel):
-    """In the middle of its life, with bytes under way in both directions."""
+def dies_when_spoken_to(channel):
+    """In the middle of its life: both are in the world, and bytes are under way."""
     channel.send({"here": os.getpid()})
-    time.sleep(0.3)
+    assert channel.recv(WAIT_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait(channel):
+    channel.send({"here": os.getpid()})
     why, _ = until_closed(lambda: channel.recv(WAIT_S))
     return {"why": why}
 
@@ -109,7 +111,7 @@ def push(channel):
 
 
 def connector(address, key, what, result):
-    channel = connect(address.partition(":")[2], key.encode(), 20.0, WINDOW)
+    channel = connect(address.partition(":")[2], key.encode(), WAIT_S, WINDOW)
     said = globals()[what](channel)
     channel.close()
     report(result, said)
@@ -143,6 +145,7 @@ def report(path, said):
 
 def main():
     torch.set_num_threads(1)
+    shared_memory.HANDSHAKE_S = WAIT_S
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are reaped by themselves
     print("ready", flush=True)
     for line in sys.stdin:

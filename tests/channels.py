@@ -5,27 +5,32 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 
-from minillm.cluster import shared_memory
+from minillm.cluster import distributed, shared_memory
 from minillm.cluster.distributed import DistChannel
 from minillm.cluster.in_process_transport import pair
 
 KINDS = ("in-process", "shared-memory", "distributed")
 KEY = b"a secret"
+WAIT_S = 120.0  # of a machine that is busy with other things, or stood still; what is waited for takes far less
 
 
 @contextmanager
-def ends(kind, window=1 << 20, stall_s=20.0):
+def ends(kind, window=1 << 20, stall_s=WAIT_S):
     """(one end, the other end), closed at the end. window: bytes that a direction holds."""
     with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(shared_memory, "HANDSHAKE_S", WAIT_S)
+        patch.setattr(distributed, "LINGER_S", WAIT_S)
         if kind == "in-process":
             both = pair(window, stall_s)
         elif kind == "shared-memory":
             listener = shared_memory.SharedMemoryListener(KEY, window, stall_s)
             stack.callback(listener.close)
             place = listener.address.partition(":")[2]
-            both = shared_memory.connect(place, KEY, 10.0, window, stall_s), listener.accept(10.0)
+            both = shared_memory.connect(place, KEY, WAIT_S, window, stall_s), listener.accept(WAIT_S)
         else:
             both = tuple(DistChannel(group, window, stall_s) for group in gloo_pair())
         for end in both:
@@ -55,7 +60,7 @@ def gloo_pair():
         store, made = dist.HashStore(), {}
 
         def join(rank):
-            made[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+            made[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=2 * WAIT_S))
 
         in_parallel(lambda: join(0), lambda: join(1))
         for rank in range(2):
@@ -78,7 +83,7 @@ def in_parallel(*works):
     for t in threads:
         t.start()
     for t in threads:
-        t.join(60)
+        t.join(2 * WAIT_S)
         assert not t.is_alive() or faults, "a thread waits for ever"
     if faults:
         raise faults[0]
@@ -104,6 +109,6 @@ class Waiting:
         return self._thread.is_alive()
 
     def ended(self):
-        self._thread.join(20)
+        self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "a thread waits for ever"
         return self._result

@@ -135,7 +135,8 @@ class Split:
         assert not self.d._thread.is_alive()
 
 
-def until(holds, seconds=20.0):
+def until(holds, seconds=120.0):
+    """Of a machine that is busy with other things, or stood still; what is waited for takes far less."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not come about"
