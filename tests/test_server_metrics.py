@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -512,7 +513,17 @@ def folder(tiny_folder, tmp_path_factory):
 
 
 def run(llm, prompts, leave=()):
-    """Outputs of all prompts at once; those whose index is in `leave` are left after three tokens."""
+    """Outputs of all prompts, which the engine gets at once; those whose index is in `leave` are left after 3 tokens.
+
+    A stream may be four tokens ahead, so none is over by then, however late its reader comes.
+    """
+    together, llm.max_buffered = threading.Event(), 4
+
+    async def until(true, what):
+        end = time.monotonic() + 60  # of a machine that is busy with other things
+        while not true():
+            assert time.monotonic() < end, f"it never happened: {what}"
+            await asyncio.sleep(0.002)
 
     async def one(i, prompt):
         out = None
@@ -522,14 +533,18 @@ def run(llm, prompts, leave=()):
         return out
 
     async def main():
-        outputs = await asyncio.gather(*[one(i, p) for i, p in enumerate(prompts)])
-        for _ in range(500):
-            if not llm.core.outputs and llm._commands.empty():
-                break
-            await asyncio.sleep(0.01)
+        llm.call(lambda: together.wait(60))
+        works = [asyncio.create_task(one(i, p)) for i, p in enumerate(prompts)]
+        await until(lambda: llm._commands.qsize() == len(prompts), "the engine has them all")
+        together.set()
+        outputs = await asyncio.gather(*works)
+        await until(lambda: not llm.core.outputs and llm._commands.empty(), "the engine has heard of all ends")
+        heard = threading.Event()
+        llm.call(heard.set)
+        await until(heard.is_set, "what it did before is done")
         return outputs
 
-    return asyncio.run(asyncio.wait_for(main(), 120))
+    return asyncio.run(asyncio.wait_for(main(), 600))
 
 
 def test_the_clients_numbers_are_the_servers(folder):

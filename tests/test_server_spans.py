@@ -2,51 +2,82 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
-from server_life import SMALL, Wire, body, tiny_model, wait_for
+from server_life import SMALL, Wire, body, held, tiny_model, wait_for
 
 from minillm import AsyncLLM
+from minillm.events import EventLog
+from minillm.server import generation
 from minillm.server.local import LocalServer
 from minillm.server.trace_file import read_traces
-from minillm.server.tracing import STAGES
+from minillm.server.tracing import STAGES, RequestTrace
 
-STEP_S, PREFILL_S, SEND_S = 0.03, 0.4, 0.4  # so that what nobody stamps (the way to the server and back) is little
+STEP_S, PREFILL_S, SEND_S = 1 / 32, 3 / 8, 3 / 8  # sums of such numbers are exact
 TOKENS, BEFORE = 120, 60  # of the request, and of the one that it waits for
-SHARE = 0.02
+SHARE = 1e-6
+
+
+class Clock:
+    """Passes while a step computes and while the client sends, and not while a machine has other things to do."""
+
+    now = 1024.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_the_server_and_the_engine_have_one_clock():
+    default = inspect.signature(RequestTrace).parameters["clock"].default
+    assert default is EventLog().clock is time.perf_counter
 
 
 @pytest.fixture(scope="module")
 def seen(tiny_folder, tmp_path_factory):
     """(its record, the client's stamps, the engine's events) of a request that is sent slowly, waits and is long. All
     are times of one clock: client and server are on one machine."""
-    folder = tmp_path_factory.mktemp("spans")
+    folder, clock, begun = tmp_path_factory.mktemp("spans"), Clock(), []
     model = tiny_model(tiny_folder, folder / "model")
-    with AsyncLLM(model, **(SMALL | {"max_num_seqs": 1})) as llm:
+
+    class Trace(RequestTrace):
+        def __init__(self, *args, **options):
+            super().__init__(*args, clock=clock, **options)
+            begun.append(self)
+
+    with pytest.MonkeyPatch.context() as patch, AsyncLLM(model, **(SMALL | {"max_num_seqs": 1})) as llm:
+        patch.setattr(generation, "RequestTrace", Trace)
+        patch.setattr("minillm.engine.time", SimpleNamespace(perf_counter=clock))  # of arrivals
+        llm.core.clock = llm.engine.events.clock = clock
         compute = llm.core._compute
 
         def slow(rows, done):
-            time.sleep(PREFILL_S if any(n > 1 for _, n in rows) else STEP_S)
+            clock.now += PREFILL_S if any(n > 1 for _, n in rows) else STEP_S
             return compute(rows, done)
 
         with LocalServer(llm, served_model_name="tiny", trace_file=folder / "traces.jsonl") as server:
             llm.core._compute = slow
             with Wire(server.port) as first, Wire(server.port) as wire:
-                first.post(body(max_tokens=BEFORE, stream=True)).head()
-                raw = json.dumps(body((5, 6, 7), TOKENS, stream=True)).encode()
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
-                stamps = {"begin": time.perf_counter()}
-                wire.socket.sendall(f"{head}Content-Type: application/json\r\nX-Request-Id: mine\r\n\r\n".encode())
-                time.sleep(SEND_S)
-                wire.socket.sendall(raw)
-                stamps["sent"] = time.perf_counter()
+                with held(server) as steps:
+                    first.post(body(max_tokens=BEFORE, stream=True))
+                    steps.until(lambda: llm.core.scheduler.running, "the first runs")
+                    raw = json.dumps(body((5, 6, 7), TOKENS, stream=True)).encode()
+                    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(raw)}\r\n"
+                    stamps = {"begin": clock()}
+                    wire.socket.sendall(f"{head}Content-Type: application/json\r\nX-Request-Id: mine\r\n\r\n".encode())
+                    wait_for(lambda: len(begun) == 2 and begun[1].marks, "its body is awaited")
+                    clock.now += SEND_S
+                    wire.socket.sendall(raw)
+                    stamps["sent"] = clock()
+                    wait_for(lambda: not llm._commands.empty(), "it is on its way to the engine")
                 wire.until(b"data: ")
-                stamps["first"] = time.perf_counter()
+                stamps["first"] = clock()
                 wire.until(b"data: [DONE]")
-                stamps["end"] = time.perf_counter()
+                stamps["end"] = clock()
             wait_for(lambda: server.state.traces.written == 2, "both are recorded")
         (record,) = [r for r in read_traces(folder / "traces.jsonl") if r["id"] == "mine"]
         return record, stamps, list(llm.engine.events.events)

@@ -168,7 +168,7 @@ def leaky():
 def recorded(tmp_path, trace, **options):
     traces = Traces(tmp_path / "t.jsonl", **options)
     traces.record(trace)
-    traces.close()
+    traces.close(60)
     assert (traces.written, traces.lost) == (1, 0)
     return (tmp_path / "t.jsonl").read_text()
 
@@ -201,8 +201,8 @@ def test_lines_are_appended_and_only_their_owner_reads_them(tmp_path):
         traces = Traces(tmp_path / "t.jsonl")
         for k in range(3):
             traces.record(traced(*STAGES, rid=f"{i}-{k}"))
-        traces.close()
-        traces.close()
+        traces.close(60)
+        traces.close(60)
     assert [r["id"] for r in read_traces(tmp_path / "t.jsonl")] == ["0-0", "0-1", "0-2", "1-0", "1-1", "1-2"]
     assert stat.S_IMODE(os.stat(tmp_path / "t.jsonl").st_mode) == 0o600
 
@@ -219,7 +219,7 @@ def test_the_file_is_bounded(tmp_path):
     traces = Traces(path, max_bytes=2000)
     for i in range(100):
         traces.record(traced(*STAGES, rid=str(i)))
-    traces.close()
+    traces.close(60)
     assert (traces.written, traces.lost) == (100, 0)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.jsonl", "t.jsonl.1"]
     assert max(p.stat().st_size for p in tmp_path.iterdir()) <= 2000
@@ -233,9 +233,9 @@ def test_a_full_disk_costs_records_and_nothing_else():
     traces = Traces("/dev/full")
     for _ in range(10):
         traces.record(traced(*STAGES))
-    assert traces.flush()
+    assert traces.flush(60)
     assert (traces.written, traces.lost) == (0, 10)
-    traces.close()
+    traces.close(60)
 
 
 def test_after_a_full_disk_lines_are_whole_again(tmp_path, monkeypatch):
@@ -262,8 +262,8 @@ def test_after_a_full_disk_lines_are_whole_again(tmp_path, monkeypatch):
     traces._file.close()
     for i, full[0] in enumerate([False, True, True, False, False]):
         traces.record(traced(*STAGES, rid=str(i)))
-        traces.flush()
-    traces.close()
+        assert traces.flush(60)
+    traces.close(60)
     assert (traces.written, traces.lost) == (3, 2)
     assert [r["id"] for r in read_traces(tmp_path / "t.jsonl")] == ["0", "3", "4"]
 
@@ -272,13 +272,13 @@ def test_a_disk_that_hangs_holds_up_nobody_and_costs_bounded_memory(tmp_path, mo
     monkeypatch.setattr(tracing, "MAX_QUEUED", 5)
     traces, hang = Traces(tmp_path / "t.jsonl"), threading.Event()
     write = traces._file.write
-    monkeypatch.setattr(traces._file, "write", lambda line: (hang.wait(60), write(line)))
+    monkeypatch.setattr(traces._file, "write", lambda line: (hang.wait(600), write(line)))
     for _ in range(50):  # would never return if it waited for the disk
         traces.record(traced(*STAGES))
     assert traces.lost >= 50 - 5 - 1
     assert not traces.flush(0.01)
     hang.set()
-    traces.close()
+    traces.close(60)
     assert traces.written + traces.lost == 50
     assert len(list(read_traces(tmp_path / "t.jsonl"))) == traces.written
 
@@ -295,7 +295,7 @@ def test_many_threads_write_whole_lines(tmp_path):
         t.start()
     for t in threads:
         t.join()
-    traces.close()
+    traces.close(60)
     assert len({r["id"] for r in read_traces(tmp_path / "t.jsonl")}) == 500
 
 
@@ -305,7 +305,7 @@ def test_a_trace_that_cannot_be_written_down_is_lost_alone(tmp_path):
     bad.marks = None
     traces.record(bad)
     traces.record(traced(*STAGES))
-    traces.close()
+    traces.close(60)
     assert (traces.written, traces.lost) == (1, 1)
 
 
@@ -313,7 +313,7 @@ def test_without_a_file_nothing_is_kept():
     traces = Traces()
     traces.record(traced(*STAGES))
     assert traces._thread is None
-    traces.close()
+    traces.close(60)
 
 
 # A real engine ---------------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def llm(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("traces") / "model"
     shutil.copytree(tiny_folder("qwen3"), folder)
     Backend(models.WordLevel({f"w{i}": i for i in range(211)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    llm = AsyncLLM(folder, num_kv_blocks=12, max_model_len=64, dtype="float32")
+    llm = AsyncLLM(folder, num_kv_blocks=12, max_model_len=64, dtype="float32", max_buffered=4)  # who leaves is in time
     yield llm
     llm.shutdown()
 
@@ -345,7 +345,7 @@ def ask(llm, trace, n=1, leave=None):
         trace.finish()
         return out
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return asyncio.run(asyncio.wait_for(main(), 600))
 
 
 @pytest.mark.parametrize(("n", "leave"), [(1, None), (3, None), (1, 4)])
@@ -405,7 +405,7 @@ def export(trace, **options):
     tracer = Tracer()
     traces = Traces(exporter=OpenTelemetry(tracer), **options)
     traces.record(trace)
-    traces.close()
+    traces.close(60)
     assert (traces.written, traces.lost) == (1, 0)
     return tracer.spans
 
@@ -466,7 +466,7 @@ def test_an_exporter_that_fails_does_not_cost_the_line(tmp_path):
     broken = Broken()
     traces = Traces(tmp_path / "t.jsonl", exporter=broken)
     traces.record(traced(*STAGES))
-    traces.close()
+    traces.close(60)
     assert (traces.written, traces.lost, broken.closed) == (0, 1, 1)
     assert len(list(read_traces(tmp_path / "t.jsonl"))) == 1
 
