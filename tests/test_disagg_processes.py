@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from disagg_pair import GREEDY, PROMPT, SEEDED, alone
 from server_life import tiny_model
 
 from minillm import SamplingParams
+from minillm.cluster.transport import ChannelClosed, connect
 from minillm.parallel.processes import run_processes
 
 PROMPTS = [[(7 * i + j) % 200 + 5 for i in range(60 + 11 * j)] for j in range(4)]
@@ -73,7 +76,7 @@ def ended(pid):
 
 
 def until(holds):
-    end = time.monotonic() + 30
+    end = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -124,7 +127,90 @@ def test_a_prefill_server_of_ones_own_that_comes_back(folder):
         until(lambda: any(v for k, v in metric(url, "prefill_servers").items() if '"unreachable"' in k))
         assert post(url, PROMPTS[2], temperature=0) == want[2], "it goes on alone"
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
+
+
+def test_a_prefill_server_that_is_told_to_end_finishes_what_it_can_and_gives_the_rest_back(folder):
+    """The test is its decode server. Told once, it drains; told again, it does not wait."""
+    place = f"unix:@minillm-drain-{os.getpid()}"
+    flags = ["--model", str(folder), "--role", "prefill", "--kv-address", place, "--grace-s", "600"]
+    with minillm(*flags, env={"MINILLM_KV_KEY": "a secret"}) as (process, _):
+        wire = connect(place, b"a secret")
+
+        def hear(kind, of=None):
+            """The next message of a kind. What other prompts have to say may come before it."""
+            while True:
+                received = wire.recv(120.0)
+                assert received is not None, f"no {kind} came"
+                said = received[0]
+                if said["kind"] == kind and of in (None, said.get("id"), said.get("ticket", {}).get("request_id")):
+                    return said
+
+        def say(kind, name, **more):
+            wire.send({"kind": kind, "id": name, "attempt": 1, **more})
+
+        def submit(name):
+            say("submit", name, tokens=PROMPTS[0][:48], tenant="", priority=0, lease_s=600.0, layout=hello["layout"])
+
+        hello = hear("hello")
+        for name in ("finished", "left"):
+            submit(name)
+            hear("reserve", name)
+        process.send_signal(signal.SIGTERM)
+        hear("draining")
+        submit("late")
+        assert "is draining" in hear("refused", "late")["why"]
+        say("reserved", "finished")
+        hear("done", "finished")
+        say("ack", "finished")
+        assert process.poll() is None, "the other one is waited for"
+        process.send_signal(signal.SIGTERM)
+        assert "shutting down" in hear("refused", "left")["why"]
+        with pytest.raises(ChannelClosed):
+            hear("anything else")
+        assert process.wait(120) == 0
+        last = json.loads(process.stdout.read().splitlines()[-1])
+        assert (last["event"], last["given_back"]) == ("ended", 1)
+        assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_split_that_is_told_to_end_answers_what_it_has_taken(folder):
+    """One prefill server is told together with it, as a process manager does that signals all: that one drains too.
+    The other lives until the last answer, and computes what it was asked to."""
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    want = alone(folder, PROMPTS[:2], greedy)
+    flags = ["--model", str(folder), "--split", "2p1d", "--grace-s", "600", "--kv-lease-s", "600"]
+    with minillm(*flags) as (process, ready), ThreadPoolExecutor(2) as pool:
+        url, both = ready["url"], children(process.pid)
+        waiting = lambda: sum(metric(url, "num_requests_waiting").values())
+        try:
+            for pid in both:
+                os.kill(pid, signal.SIGSTOP)
+            answers = []
+            for n, prompt in enumerate(PROMPTS[:2], 1):
+                answers.append(pool.submit(post, url, prompt, temperature=0))
+                until(lambda n=n: waiting() == n)  # each prefill server has one
+            os.kill(both[0], signal.SIGTERM)
+            process.terminate()
+            until(lambda: "draining" in why_not_ready(url))
+        finally:
+            for pid in both:
+                os.kill(pid, signal.SIGCONT)
+        assert [answer.result(120) for answer in answers] == want
+        assert process.wait(120) == 0
+        assert all(map(ended, both))
+        log = process.stderr.read()
+        assert log.count("is computed here") <= 1, "by the one that was told, if at all"
+        assert "Traceback" not in log
+
+
+def why_not_ready(url):
+    try:
+        urllib.request.urlopen(url + "/ready")
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+    return ""
 
 
 def test_a_split_over_torch_distributed(folder, monkeypatch):

@@ -111,14 +111,18 @@ class Link:
         with self._turn:
             self._turn.notify_all()
 
-    def say(self, message: Message, tensors: Sequence[Tensor] = (), key: Hashable = None) -> None:
+    def say(
+        self, message: Message, tensors: Sequence[Tensor] = (), key: Hashable = None, soon: bool = False
+    ) -> None:  # fmt: skip
         """Queue a message; after the end of the channel, nothing. From any thread; never waits. The tensors must not
-        change any more. key: by which it may be dropped."""
+        change any more. key: by which it may be dropped. soon: before all that waits, but for the first, which may be
+        under way."""
         with self._turn:
             if self._ended:
                 return
             nbytes = sum(t.nbytes for t in tensors)
-            self._queue.append(_Said(message, tensors, key, nbytes))
+            place = min(1, len(self._queue)) if soon else len(self._queue)
+            self._queue.insert(place, _Said(message, tensors, key, nbytes))
             self.queued_bytes += nbytes
             self._turn.notify_all()
 

@@ -39,19 +39,26 @@ class Peer:
     """One prefill engine: connected, and connected again when it comes back.
 
     state: "ready", "unreachable", "silent": connected, but a whole lease has passed without a message that is no
-    refusal, so it gets nothing until there is one, or "refused": its KV would be of no use here, as the log says.
+    refusal, so it gets nothing until there is one, "draining": it takes no more, and finishes what it has, or
+    "refused": its KV would be of no use here, as the log says.
     tokens: under way. heard: messages so far, without refusals. They are signs that its engine takes steps, but for one
     lease: pieces that were kept for want of room here may follow when it hangs already.
     """
 
     def __init__(self, remote: Owner, name: str, connect: Connect):
         self.remote, self.name, self._connect = remote, name, connect
-        self.state, self.tokens, self.epoch, self.heard = "unreachable", 0, "", 0
+        self.tokens, self.epoch, self.heard = 0, "", 0
+        self._state, self._draining = "unreachable", False
         self._link: Link | None = None
         self.posted = Posted(remote.llm, self._look)
         self._closed, self._lost = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"minillm-kv-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def state(self) -> str:
+        """Who drains does so until its channel ends, whatever else is heard of it."""
+        return "draining" if self._draining and self._state in ("ready", "silent") else self._state
 
     def say(self, message: Message) -> None:
         if (link := self._link) is not None:
@@ -59,7 +66,7 @@ class Peer:
 
     def fell_silent(self) -> None:
         if self.state == "ready":
-            self.state = "silent"
+            self._state = "silent"
             log.warning("prefill engine %s says nothing; prompts are computed here until it does", self.name)
             self.say({"kind": "ping"})
 
@@ -87,7 +94,7 @@ class Peer:
             self._link, self.epoch = None, ""
             if self.state == "ready" and not self._closed.is_set():
                 log.warning("prefill engine %s is gone; its prompts are computed here", self.name)
-            self.state, wait = "unreachable", RETRY_S
+            self._state, self._draining, wait = "unreachable", False, RETRY_S
             self.remote.llm.call(lambda: self.remote.on_lost(self, "its channel has ended"))
             self._closed.wait(RETRY_S)
 
@@ -110,11 +117,15 @@ class Peer:
         """In the link's thread: what takes long is done here, the checksum, and what is no message goes no further."""
         if message.get("kind") != "refused":  # that its link may say alone, even if its engine hangs
             self.heard += 1
-            if self.state == "silent":
-                self.state = "ready"
+            if self._state == "silent":
+                self._state = "ready"
                 log.info("prefill engine %s speaks again", self.name)
         if message.get("kind") == "hello":
             self._greet(message)
+            return
+        if message.get("kind") == "draining":
+            self._draining = True
+            log.info("prefill engine %s is draining; new prompts go elsewhere", self.name)
             return
         if message.get("kind") == "pong":
             return
@@ -137,8 +148,8 @@ class Peer:
         except MinillmError as error:
             why = str(error)
         if why is not None:
-            self.state = "refused"
+            self._state = "refused"
             log.error("prefill engine %s is of no use here: %s", self.name, why)
             return
-        self.state = "ready"
+        self._state = "ready"
         log.info("prefill engine %s is ready", self.name)

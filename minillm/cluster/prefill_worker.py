@@ -29,6 +29,7 @@ from minillm.request import Request, SamplingParams
 
 log = logging.getLogger("minillm.kv")
 ACCEPT_S = 0.2
+FLUSH_S = 2.0  # for the last words to all decode engines, of which one may not listen
 MOST_JOBS = 4096  # prompts of one decode engine at a time
 MOST_QUEUED = 1 << 14  # messages for it that it has not read: it is not listened to meanwhile
 Name = tuple[str, int]  # D's request id and attempt
@@ -52,6 +53,8 @@ class Piece(NamedTuple):
 class PrefillWorker:
     """Serves all who connect to `listener`, until `close`. max_kept_bytes: of pieces that wait to be sent, of all.
 
+    To end without losing what is under way: `drain`, wait until `num_jobs` is 0, `give_back` what is left, `close`.
+
     epoch: of this worker; a ticket of an earlier one is worth nothing. stats: what became of the transfers.
     """
 
@@ -61,7 +64,7 @@ class PrefillWorker:
         self.epoch, self.stats = new_epoch(), Stats()
         self.exporter = Exporter(llm.engine)
         self.peers: set[_Peer] = set()
-        self._closed = False
+        self._closed = self._draining = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._accept, name="minillm-kv-accept", daemon=True)
         self._thread.start()
@@ -80,22 +83,50 @@ class PrefillWorker:
         """Talk to a decode engine over this channel. RuntimeError if no thread can be had for it."""
         peer = _Peer(self, channel)
         with self._lock:
-            if self._closed:
+            if self._closed or self._draining:
                 channel.close()
                 return
             self.peers.add(peer)
+            peer.link.say({"kind": "hello", "epoch": self.epoch, "layout": self.layout.to_dict()})
         try:
             peer.link.start()
         except RuntimeError:
             self.peers.discard(peer)
             raise
-        peer.link.say({"kind": "hello", "epoch": self.epoch, "layout": self.layout.to_dict()})
+
+    def drain(self) -> None:
+        """Take no new prompt and nobody new, and say so to all who are connected. What is under way goes on."""
+        with self._lock:
+            first, self._draining = not self._draining, True
+            if first:
+                for peer in list(self.peers):
+                    peer.link.say({"kind": "draining"}, soon=True)
+        if first:
+            self.listener.close()  # whoever takes this one's place may listen there
+
+    def give_back(self, why: str) -> int:
+        """End what is under way: each decode engine is told why, and computes it. Returns how many prompts that was."""
+        jobs = [job for peer in list(self.peers) for job in list(peer.jobs.values())]
+        for job in jobs:
+            job.feed(transfer.Failed(why))
+        end = time.monotonic() + FLUSH_S
+        for peer in list(self.peers):
+            peer.link.flush(max(0.0, end - time.monotonic()))
+        return len(jobs)
+
+    def enter(self, peer: _Peer, job: _Job) -> None:
+        """Raises MinillmError for a prompt that comes too late. One that has entered is waited for."""
+        with self._lock:
+            if self._draining:
+                raise MinillmError("this prefill engine is draining")
+            peer.jobs[job.name] = job
 
     def close(self) -> None:
         """Take nothing more, and let go of everything. Who is under way falls back to recompute."""
         with self._lock:
-            self._closed = True
-        self.listener.close()
+            self._closed, drained = True, self._draining
+        if not drained:  # else it is closed, and somebody else may listen there by now
+            self.listener.close()
         for peer in list(self.peers):
             peer.link.close()
             peer.lost("the prefill engine was closed")
@@ -154,11 +185,12 @@ class _Peer:
             if len(self.jobs) >= MOST_JOBS:
                 raise MinillmError(f"{MOST_JOBS} prompts of this decode engine are under way")
             job = _Job(self, name, message)
+            self.worker.enter(self, job)
         except MinillmError as error:
             self.worker.stats.ended("refused", "door")
-            self.link.say({"kind": "refused", "id": name[0], "attempt": name[1], "why": str(error)})
+            refused = {"kind": "refused", "id": name[0], "attempt": name[1], "why": str(error)}
+            self.link.say(refused, soon=True)  # nothing of this attempt waits, and what does may be much
             return
-        self.jobs[name] = job
         if self.link.ended:  # meanwhile, and `lost` has not met this one
             job.feed(transfer.PeerLost("the channel has ended"))
             return

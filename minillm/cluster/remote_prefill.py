@@ -70,9 +70,9 @@ class RemotePrefill:
             peer.close()
 
     def states(self) -> dict[str, int]:
-        """How many prefill engines are ready, unreachable, silent, and refused for their layout."""
+        """How many prefill engines are ready, unreachable, silent, draining, and refused for their layout."""
         states = [peer.state for peer in list(self.peers.values())]
-        return {state: states.count(state) for state in ("ready", "unreachable", "silent", "refused")}
+        return {state: states.count(state) for state in ("ready", "unreachable", "silent", "draining", "refused")}
 
     def close(self) -> None:
         for name in list(self.peers):

@@ -259,6 +259,6 @@ def _add_operations(app: FastAPI, state: State) -> None:
     @app.post("/drain", summary="Take nothing new, and end what runs in time.", **documented(DRAINING, 401, 403))
     async def drain(request: Request) -> dict[str, Any]:
         state.tenants.admin(request.headers.get("authorization"))
-        running = len(state.lifecycle.calls)
+        running = state.lifecycle.under_way
         state.lifecycle.start_drain(state.config.grace_s)
         return {"status": "draining", "running": running, "grace_s": state.config.grace_s}

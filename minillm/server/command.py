@@ -1,7 +1,7 @@
 """What `minillm serve` does: load, listen, say where, drain when told to end. Lesson 13.
 
 Exit codes: 0 every answer was finished; 1 the engine ended by itself or never computed anything, or a drain had to
-cut answers short.
+cut answers short. A prompt that a prefill server gives back is none: it is computed by the server that asked.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ async def _serve(
 
         metrics = app.state.minillm.metrics
         metrics.add(HandoverMetrics(side, PREFIX, metrics.model_name))
+        app.state.minillm.lifecycle.beside = side.worker
     ended = await serve(app, config, sock, stop, hurry)
     if llm.dead is not None:
         tell(args, event="ended", cut_short=ended, text=f"minillm: the engine has ended: {llm.dead}")
@@ -113,6 +114,11 @@ async def _serve(
     if (why := app.state.minillm.lifecycle.failed) is not None:
         tell(args, event="ended", cut_short=ended, text=f"minillm: ended: {why}")
         return 1
+    if config.role == "prefill":
+        back = app.state.minillm.lifecycle.given_back
+        tell(args, event="ended", cut_short=ended, given_back=back,
+             text=f"minillm: ended; {back} prompts were given back to be computed elsewhere")  # fmt: skip
+        return 0
     tell(args, event="ended", cut_short=ended, text=f"minillm: ended; {ended} answers were cut short")
     return 1 if ended else 0
 

@@ -71,7 +71,11 @@ class Side:
             child.ended.wait()
             remote.remove_peer(name)
             self.ended += 1
-            if name in self.children:
+            if name not in self.children:
+                return
+            if child.process.returncode == 0:  # and it has finished what it could
+                log.warning("prefill server %s was told to end; prompts are computed here from now on", name)
+            else:
                 log.error("prefill server %s: %s; its prompts are computed here from now on", name, child.epitaph())
 
         threading.Thread(target=watch, name=f"minillm-kv-{name}", daemon=True).start()
@@ -130,7 +134,7 @@ def start_children(config: ServerConfig, args: argparse.Namespace, engine: Mappi
     own |= shares(args, engine, count)
     command = [
         sys.executable, "-c", CHILD, "serve", "--model", str(args.model), "--role", "prefill", "--port", "0", "--json",
-        "--grace-s", "1", *flags(own),
+        "--grace-s", str(config.grace_s), *flags(own),  # told together with this one, it has as long as this one
     ]  # fmt: skip
     env = {name: value for name, value in os.environ.items() if name not in SECRETS} | {KEY: key}
     cards = own_cards(args, engine, count)[1:] or [{}] * count

@@ -1,7 +1,8 @@
 """Alive, ready, draining: when a server takes requests, and how it stops taking them. Lesson 13.
 
 ready     the model has computed something here, and steps go on. If it cannot, the server ends
-draining  nothing new is taken; what runs may finish within the grace period, and is then ended in words (G2)
+draining  nothing new is taken; what runs may finish within the grace period, and is then ended in words (G2). So may
+          what a prefill server computes for others (lesson 15)
 """
 
 from __future__ import annotations
@@ -31,8 +32,19 @@ class Endable(Protocol):
     def end(self, error: ApiError) -> None: ...
 
 
+class Beside(Protocol):
+    """Work that is no client's call: prompts of other servers (`cluster.prefill_worker.PrefillWorker`)."""
+
+    @property
+    def num_jobs(self) -> int: ...
+
+    def drain(self) -> None: ...
+
+    def give_back(self, why: str) -> int: ...
+
+
 class Lifecycle:
-    """On the server's loop. `calls` are the generations under way."""
+    """On the server's loop. `calls` are the generations under way; `beside` is what else a drain waits for."""
 
     def __init__(self, llm: AsyncLLM, stall_s: float):
         self.llm, self.stall_s = llm, stall_s
@@ -41,6 +53,8 @@ class Lifecycle:
         self.draining = False
         self.calls: set[Endable] = set()
         self.ended: int = 0  # calls that a drain had to end
+        self.beside: Beside | None = None
+        self.given_back = 0  # prompts of `beside` that a drain had to end
         self._empty = asyncio.Event()
         self.hurry: asyncio.Event | None = None
         self._drain: asyncio.Task[int] | None = None
@@ -55,6 +69,11 @@ class Lifecycle:
         self.calls.discard(call)
         if not self.calls:
             self._empty.set()
+
+    @property
+    def under_way(self) -> int:
+        """What a drain waits for."""
+        return len(self.calls) + (0 if self.beside is None else self.beside.num_jobs)
 
     def closed(self) -> ApiError | None:
         """Why nothing new is taken."""
@@ -90,8 +109,10 @@ class Lifecycle:
     async def drain(self, grace_s: float) -> int:
         """Take nothing new, wait for what runs, then end it. Returns how many calls had to be ended."""
         self.draining = True
+        if self.beside is not None:
+            self.beside.drain()
         end = time.monotonic() + grace_s
-        while self.calls and (left := end - time.monotonic()) > 0 and not (self.hurry and self.hurry.is_set()):
+        while self.under_way and (left := end - time.monotonic()) > 0 and not (self.hurry and self.hurry.is_set()):
             self._empty.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), min(left, LOOK_S))
@@ -100,6 +121,9 @@ class Lifecycle:
             call.end(ApiError(503, f"the server is shutting down, and this answer took more than the {grace_s:g} s "
                               "that it had left", code="shutting_down", retry_after_s=1.0))  # fmt: skip
         self.ended += len(late)
+        if self.beside is not None:
+            why = f"the prefill server is shutting down, and this took more than the {grace_s:g} s that it had left"
+            self.given_back = await asyncio.to_thread(self.beside.give_back, why)
         for _ in range(100):  # their last words need a moment to be sent
             if not self.calls:
                 break
