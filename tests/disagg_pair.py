@@ -115,6 +115,9 @@ class Split:
         until(lambda: not self.d.core.outputs and not self.remote.under_way and self.d._commands.empty())
         if self.worker is not None:
             until(lambda: not self.p.core.outputs and not self.worker.num_jobs and self.p._commands.empty())
+        for llm in (self.d, self.p):
+            heard_everything(llm)
+        if self.worker is not None:
             assert self.worker.kept_bytes == 0
             assert not self.worker.exporter._followed
         for llm in (self.d, self.p):
@@ -133,6 +136,13 @@ class Split:
         if self.worker is not None:
             self.down()
         assert not self.d._thread.is_alive()
+
+
+def heard_everything(llm):
+    """What its thread was at, when its queue was empty already, is done."""
+    done = threading.Event()
+    llm.call(done.set)
+    until(lambda: done.is_set() or llm.dead is not None)
 
 
 def until(holds, seconds=120.0):

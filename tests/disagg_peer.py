@@ -19,7 +19,7 @@ def side(group: Any, folder: str) -> Any:
     if group.rank == 0:
         worker = PrefillWorker(llm, listen("in-process", b"key"))
         worker.serve(channels.pop())
-        until(lambda: not worker.peers, seconds=90.0)  # D has closed the channel
+        until(lambda: not worker.peers, seconds=300.0)  # D has closed the channel
         found = sorted(worker.stats.outcomes.values()), llm.engine.cache.num_live
         worker.close()
         llm.shutdown()
@@ -31,7 +31,7 @@ def side(group: Any, folder: str) -> Any:
         return channels.pop()
 
     llm.remote = remote = RemotePrefill(llm, {"p": connect})
-    until(lambda: remote.states()["ready"] == 1, seconds=90.0)
+    until(lambda: remote.states()["ready"] == 1, seconds=300.0)
 
     async def both() -> list[list[int]]:
         return [[o async for o in llm.generate(PROMPT, p)][-1].outputs[0].token_ids for p in (GREEDY, SEEDED)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 from disagg_pair import GREEDY, PROMPT, SEEDED, Split, alone, save_words, until
@@ -49,10 +50,21 @@ def test_the_tokens_are_those_of_one_engine(make, folder, options, params):
     split = make(**options)
 
     async def all_at_once():
+        """D hears of all of them before anything of one has come, which a prefix cache would give to another."""
+
         async def one(prompt):
             return [o async for o in split.d.generate(prompt, params)][-1].outputs[0].token_ids
 
-        return await asyncio.gather(*map(one, PROMPTS))
+        inside, gate = threading.Event(), threading.Event()
+        split.d.call(lambda: (inside.set(), gate.wait()))
+        try:
+            await asyncio.to_thread(inside.wait)
+            tasks = [asyncio.create_task(one(prompt)) for prompt in PROMPTS]
+            while split.d._commands.qsize() < len(PROMPTS):
+                await asyncio.sleep(0.001)
+        finally:
+            gate.set()
+        return await asyncio.gather(*tasks)
 
     assert asyncio.run(all_at_once()) == want
     assert split.outcomes == {("loaded", ""): 4}, "the short one is computed at once"
@@ -191,7 +203,7 @@ def test_a_layout_that_means_something_else_is_refused_in_words_and_computed_her
     split = Split(folder, p=options)
     try:
         until(lambda: split.remote.states()["refused"] == 1)
-        assert words in caplog.text
+        until(lambda: words in caplog.text)  # it is said after that
         assert split.tokens() == alone(folder, [PROMPT], GREEDY)[0]
         assert split.outcomes == {}
         split.settled()

@@ -114,8 +114,8 @@ def test_a_prefill_engine_that_says_more_than_the_engine_takes_waits(folder, mon
     try:
         wire.send({"kind": "hello", "epoch": "e", "layout": remote.layout.to_dict()})
         until(lambda: remote.states()["ready"] == 1)
-        llm.call(lambda: (inside.set(), gate.wait(20)))
-        assert inside.wait(20)
+        llm.call(lambda: (inside.set(), gate.wait(120)))
+        assert inside.wait(120)
         peer, ticks = remote.peers["p"], []
         monkeypatch.setattr(peer._link, "_tick", lambda: ticks.append(1))
         tensors = [torch.zeros(16, *shape, dtype=d) for d, shape in remote.layout.piece]
@@ -152,7 +152,7 @@ def test_a_decode_engine_that_does_not_listen_is_not_listened_to(folder, monkeyp
         assert peer.link.queued <= 8 + 4
         heard = 0
         while heard < 201:
-            heard += mine.recv(20) is not None
+            heard += mine.recv(120) is not None
         flood.ended()
         mine.close()
     finally:
@@ -168,8 +168,8 @@ def test_a_decode_engine_that_says_more_than_the_engine_takes_waits(folder, monk
         mine, theirs = pair(1 << 12)
         split.worker.serve(theirs)
         peer = next(p for p in split.worker.peers if p.link.channel is theirs)
-        split.p.call(lambda: (inside.set(), gate.wait(20)))
-        assert inside.wait(20)
+        split.p.call(lambda: (inside.set(), gate.wait(120)))
+        assert inside.wait(120)
         submit = {
             "kind": "submit", "id": "r", "tokens": [5] * 64, "tenant": "", "priority": 0, "lease_s": 60.0,
             "layout": split.worker.layout.to_dict(),
@@ -203,8 +203,8 @@ def test_a_prefill_engine_that_has_ended_still_says_so(folder, monkeypatch):
         mine, theirs = pair()
         split.worker.serve(theirs)
         peer = next(p for p in split.worker.peers if p.link.channel is theirs)
-        split.p.call(lambda: (inside.set(), gate.wait(20)))
-        assert inside.wait(20)
+        split.p.call(lambda: (inside.set(), gate.wait(120)))
+        assert inside.wait(120)
         submit = {
             "kind": "submit", "attempt": 1, "tokens": [5] * 64, "tenant": "", "priority": 0, "lease_s": 60.0,
             "layout": split.worker.layout.to_dict(),
@@ -214,13 +214,13 @@ def test_a_prefill_engine_that_has_ended_still_says_so(folder, monkeypatch):
         until(lambda: peer.posted.count == 4)
         split.p._end_soon(MinillmError("a rank is gone"))
         gate.set()
-        split.p._thread.join(20)
+        split.p._thread.join(120)
         for _ in range(4):
             mine.send({"kind": "ping"})
         mine.send(submit | {"id": "late"})
         heard = {"id": None}
         while heard.get("id") != "late":
-            heard = mine.recv(20)[0]
+            heard = mine.recv(120)[0]
         assert (heard["kind"], heard["why"]) == ("refused", "the prefill engine has ended")
         assert not peer.busy()
     finally:
@@ -240,7 +240,7 @@ def test_who_could_not_be_let_in_is_not_the_last(folder, monkeypatch):
         first = connect_to(worker.listener.address, b"key")
         until(lambda: first.closed)
         second = connect_to(worker.listener.address, b"key")
-        assert second.recv(20)[0]["kind"] == "hello"
+        assert second.recv(120)[0]["kind"] == "hello"
         assert len(worker.peers) == 2, "D's own, and this one"
         second.close()
     finally:
@@ -302,18 +302,18 @@ def test_a_peer_that_is_closed_while_it_connects_is_closed():
 
     def connect():
         inside.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return here
 
     remote = SimpleNamespace(llm=SimpleNamespace(call=lambda work: None, dead=None), layout=None, under_way={})
     peer = Peer(remote, "p", connect)
-    assert inside.wait(20)
+    assert inside.wait(120)
     closing = threading.Thread(target=peer.close)
     closing.start()
     until(peer._closed.is_set)
     go_on.set()
     until(lambda: not peer._thread.is_alive())
-    closing.join(20)
+    closing.join(120)
     assert here.closed
 
 
