@@ -6,16 +6,17 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from minillm.course import check, needs
+from minillm.course import check, host, needs
 from minillm.course.candidate import local
 from minillm.course.checks import judge, load_lesson
 from minillm.course.compare import difference
-from minillm.course.host import time_limit
 from minillm.course.report import result_text
 from minillm.course.tasks import Answer, Case, Mistake, Task, Wrong, evaluate, prediction
 
@@ -171,6 +172,48 @@ def test_an_answer_that_never_ends_is_stopped():
     assert "Traceback" not in said
 
 
+def test_an_answer_is_not_charged_for_what_others_use_of_the_processor(monkeypatch):
+    """It is over time when its own processor time is up, or when it has slept or waited far too long."""
+    now = SimpleNamespace(wall=100.0, own=5.0)
+    clocks = SimpleNamespace(monotonic=lambda: now.wall, process_time=lambda: now.own)
+    monkeypatch.setattr(host, "time", clocks)
+    with host.time_limit(600):
+        now.wall, now.own = 100 + 600 * host.PATIENCE - 1, 5 + 599
+        signal.raise_signal(signal.SIGALRM)
+
+    def use(wall, own):
+        with host.time_limit(600):
+            now.wall, now.own = now.wall + wall, now.own + own
+            signal.raise_signal(signal.SIGALRM)
+
+    for wall, own in ((700, 600), (600 * host.PATIENCE, 1)):
+        with pytest.raises(host.OverTime):
+            use(wall, own)
+
+
+def test_ranks_are_ended_though_the_limit_rings_again_meanwhile(monkeypatch):
+    """Or one that computes for ever would do so for the rest of the process."""
+    from torch import Tensor
+
+    from minillm.course import ranks
+
+    begun, join, rung = set(threading.enumerate()), threading.Thread.join, []
+
+    def rings(thread, timeout=None):
+        if not rung:
+            rung.append(True)
+            raise host.OverTime
+        join(thread, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", rings)
+    with pytest.raises(host.OverTime):
+        ranks.run(lambda group: group.recv(Tensor([1.0]), (group.rank + 1) % 3), [[]] * 3, ["recv"])
+    left = set(threading.enumerate()) - begun
+    for thread in left:
+        join(thread, 60)
+    assert not any(thread.is_alive() for thread in left)
+
+
 def test_a_ring_that_comes_as_the_body_ends_is_not_heard_and_leaves_no_timer(monkeypatch):
     """Where a machine stands still for a moment. A timer that went on would end the process: its handler is gone."""
     real = signal.setitimer
@@ -183,7 +226,7 @@ def test_a_ring_that_comes_as_the_body_ends_is_not_heard_and_leaves_no_timer(mon
     before = signal.getsignal(signal.SIGALRM)
     monkeypatch.setattr(signal, "setitimer", disarm_late)
     try:
-        with time_limit(600):
+        with host.time_limit(600):
             pass
         assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
         assert signal.getsignal(signal.SIGALRM) is before

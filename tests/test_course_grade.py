@@ -9,7 +9,9 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = sorted(p.name for p in (ROOT / "solutions").glob("*.ipynb"))
 FULL_00 = sum(t.points for t in load_lesson("00").tasks)
 SMALL = Limits(memory_mb=256)  # with the time that a slow machine may need
+PATIENT = Limits(total_s=900, cell_s=120)
 
 
 def changed(tmp_path: Path, change, source: str = "solutions") -> Path:
@@ -55,10 +58,16 @@ def points(graded) -> dict[str, float]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_solutions_earn_everything(name):
-    graded = grade_file(ROOT / "solutions" / name)
+    graded = grade_file(ROOT / "solutions" / name, PATIENT)
     assert graded.problems == []
-    assert graded.points == graded.possible > 0
+    assert graded.points == graded.possible > 0, graded.as_dict()
     assert graded.sha256 == hashlib.sha256((ROOT / "solutions" / name).read_bytes()).hexdigest()
+
+
+def test_torch_is_there_before_the_cell_that_imports_it(tmp_path):
+    """It takes seconds; on a busy machine it took more than a cell may, and the solutions lost their set-up."""
+    cell = "import sys\nassert 'torch' in sys.modules, 'not yet'\nimport torch"
+    assert grade_file(changed(tmp_path, with_cell(cell)), PATIENT).problems == []
 
 
 def test_fresh_exercises_earn_nothing_and_say_what_is_next():
@@ -253,7 +262,7 @@ def body(line: str):
 
 
 BAD_ANSWERS = {
-    "hangs": ("while True: pass", "did not come back within 0.5 s"),
+    "hangs": ("while True: pass", "did not come back within 2 s"),
     "exits": ("import os; os._exit(3)", "ended by itself (exit code 3)"),
     "raises": ("return 1 / 0", "raised ZeroDivisionError: division by zero at line 2: return 1 / 0"),
     "memory": ("return bytearray(8 << 30)", "raised MemoryError"),
@@ -267,7 +276,8 @@ BAD_ANSWERS = {
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
 def test_a_bad_answer_costs_its_own_task_only(tmp_path, bad):
     line, words = BAD_ANSWERS[bad]
-    limits = Limits(total_s=40, cell_s=5, call_s=0.5, memory_mb=1024)
+    # Where an answer hangs, the others have no longer than it has, and a busy machine may stand still for a while.
+    limits = Limits(total_s=300, call_s=2 if bad == "hangs" else 60, memory_mb=1024)
     graded = grade_file(changed(tmp_path, body(line)), limits)
     got = points(graded)
     assert got.pop("00.2") == 0
@@ -276,9 +286,20 @@ def test_a_bad_answer_costs_its_own_task_only(tmp_path, bad):
     assert any(words in o.problem for r in graded.results for o in r.outcomes if r.task.id == "00.2"), graded.as_dict()
 
 
-def test_the_time_of_the_whole_notebook_is_limited(tmp_path):
-    graded = grade_file(changed(tmp_path, body("while True: pass")), Limits(total_s=3, cell_s=2))
-    assert any("the 3 s for the whole notebook are over" in o.problem for o in graded.results[-1].outcomes)
+def test_the_time_of_the_whole_notebook_is_limited(tmp_path, monkeypatch):
+    """The cells have the time that they need. Then a second is left, in which one answer hangs."""
+    load = session.Session.load
+    clock = SimpleNamespace(ahead=0.0)
+    clock.monotonic = lambda: time.monotonic() + clock.ahead
+
+    def loaded(self):
+        load(self)
+        clock.ahead = 599.0
+
+    monkeypatch.setattr(session, "time", clock)
+    monkeypatch.setattr(session.Session, "load", loaded)
+    graded = grade_file(changed(tmp_path, body("while True: pass")), Limits(total_s=600, cell_s=60))
+    assert any("the 600 s for the whole notebook are over" in o.problem for o in graded.results[-1].outcomes)
 
 
 def test_renamed_and_deleted_cells(tmp_path):

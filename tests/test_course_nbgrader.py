@@ -24,7 +24,7 @@ def nbgrader(course: Path, *args: str) -> str:
     bin_folder = str(Path(sys.executable).parent)  # generate_assignment calls alembic by name
     env = os.environ | {"PATH": os.pathsep.join([bin_folder, os.environ["PATH"]]), "JUPYTER_PLATFORM_DIRS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "nbgrader", *args], cwd=course, env=env, capture_output=True, text=True, timeout=180
+        [sys.executable, "-m", "nbgrader", *args], cwd=course, env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr

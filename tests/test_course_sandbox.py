@@ -92,9 +92,9 @@ DEEDS = {
     "changes rights by a descriptor": (("audit",), FOLDER + "os.chmod('kept', 0, dir_fd=f)"),
     "runs a program by a fresh fork_exec": (
         ANY,
-        "import os, sys, time; sys.modules.pop('_posixsubprocess', None)\n"
+        "import os, sys; sys.modules.pop('_posixsubprocess', None)\n"
         "from multiprocessing.util import spawnv_passfds\n"
-        "spawnv_passfds({touch!r}, [b'touch', os.fsencode({victim!r} + '/new')], []); time.sleep(0.3)",
+        "os.waitpid(spawnv_passfds({touch!r}, [b'touch', os.fsencode({victim!r} + '/new')], []), 0)",
     ),
     "signals by a descriptor of a process": (
         ANY, "import os, signal; signal.pidfd_send_signal(os.pidfd_open({pid}), signal.SIGKILL)"
@@ -103,7 +103,7 @@ DEEDS = {
         ("landlock",), "import ctypes; ctypes.CDLL(None).creat(({victim!r} + '/new').encode(), 384)"
     ),
 }  # fmt: skip
-ROOMY = Limits(total_s=60, cell_s=5, call_s=1, memory_mb=2048)
+ROOMY = Limits(total_s=300, cell_s=120, memory_mb=2048)  # importing torch alone may take long on a busy machine
 
 
 def landlock_version() -> int:
@@ -146,10 +146,15 @@ def test_nothing_outside_changes(tmp_path, monkeypatch, deed, guards):
         text = DEEDS[deed][1].format(victim=str(victim), pid=other.pid, touch=touch)
         graded = grade_file(with_first(tmp_path, "solutions", text), ROOMY)
         assert graded.points == FULL_00, graded.problems
-        time.sleep(0.05)
-        names = [p.name for p in victim.iterdir()]
-        same = names == ["kept"] and (victim / "kept").stat().st_mode & 0o777 == 0o600 and other.poll() is None
-        assert same == bool(guards), (names, graded.problems)
+
+        def same():
+            names = [p.name for p in victim.iterdir()]
+            return names == ["kept"] and (victim / "kept").stat().st_mode & 0o777 == 0o600 and other.poll() is None
+
+        end = time.monotonic() + (0 if guards else 60)  # whom a signal ended has ended when the kernel got to it
+        while same() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert same() == bool(guards), (list(victim.iterdir()), graded.problems)
     finally:
         other.kill()
         other.communicate()

@@ -24,6 +24,8 @@ c.ClearSolutions.code_stub = {"python": 'raise NotImplementedError("not attempte
 c.ClearSolutions.enforce_metadata = True
 c.ExecutePreprocessor.timeout = 120
 c.ExecutePreprocessor.interrupt_on_timeout = True
+c.ExecutePreprocessor.startup_timeout = 180  # seconds for a kernel: a machine that grades is busy
+c.ExecutePreprocessor.iopub_timeout = 60  # and for what a cell printed, or its points would be lost
 '''
 
 README = """# The minillm exercises as an nbgrader course

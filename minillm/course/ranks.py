@@ -129,13 +129,25 @@ class World:
         return f"rank {rank} is in " + (f"recv from {what[1]}" if what[0] == "recv" else what[0])
 
     def end(self) -> None:
-        """No thread goes on: those that wait are woken, one that computes for ever is interrupted."""
-        self.over = True
-        for thread, go in zip(self._threads, self._go):
-            go.release()
-            thread.join(0.05)
-            if thread.is_alive() and thread.ident is not None:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Ended))
+        """No thread goes on: those that wait are woken, one that computes for ever is interrupted.
+
+        On a busy machine the time limit may ring again in the middle of this. It is heard when all threads are told.
+        """
+        self.over, told, rung = True, 0, None
+        while told < len(self._threads):
+            try:
+                self._end(self._threads[told], self._go[told])
+                told += 1
+            except BaseException as error:
+                rung = error
+        if rung is not None:
+            raise rung
+
+    def _end(self, thread: threading.Thread, go: threading.Semaphore) -> None:
+        go.release()
+        thread.join(0.05)
+        if thread.is_alive() and thread.ident is not None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Ended))
 
 
 class Group:

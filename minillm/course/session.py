@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import signal
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from minillm.course import wire
+from minillm.course.host import PATIENCE
 from minillm.course.tasks import Lesson
 from minillm.errors import MinillmError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-START_S = 60.0  # for the interpreter and the modules of the lesson, before any cell
+START_S = 60.0  # for the interpreter, the modules of the lesson and torch, before any cell
+TORCH = re.compile(r"^\s*(?:import|from)\s+torch\b", re.MULTILINE)
 GRACE_S = 2.0  # a call that ignores the alarm inside the sandbox is killed this much later
 STARTS = 8  # processes for one notebook
 GUARDS = ("landlock", "audit")  # both where there are both; tests switch them off
@@ -39,7 +42,8 @@ SYSTEM = (  # what an interpreter and its packages read: libraries, fonts, time 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one notebook may use: wall-clock seconds in all, for one cell, for one call of an answer; memory in MiB."""
+    """What one notebook may use: wall-clock seconds in all; seconds of `time_limit` for one cell and for one call of an
+    answer; memory in MiB."""
 
     total_s: float = 120.0
     cell_s: float = 20.0
@@ -103,7 +107,7 @@ class Session:
                 self._start()
                 message = self._receive(self.limits.cell_s + START_S)
                 self.guard = str(message.get("guard", ""))
-                while "cell" in (message := self._receive(self.limits.cell_s + GRACE_S)):
+                while "cell" in (message := self._receive(PATIENCE * self.limits.cell_s + GRACE_S)):
                     at = int(message["cell"])
                 self._loaded(message)
                 return
@@ -152,7 +156,7 @@ class Session:
             return _gone("the notebook cannot be run any more; see the problems of the file")
         try:
             self._send({"target": target, "attr": attr, "args": args, "limit": limit, "gaps": gaps, "only": only})
-            end = time.monotonic() + limit + GRACE_S
+            end = time.monotonic() + PATIENCE * limit + GRACE_S
             while "callback" in (reply := self._receive(end - time.monotonic())):
                 self._send(self._serve(reply, functions))
             return reply
@@ -190,6 +194,7 @@ class Session:
             "readable": [*path, sys.prefix, sys.base_prefix, *SYSTEM],
             "guards": list(GUARDS),
             "allow": list(self.lesson.allow),
+            "torch": any(TORCH.search(s.text) for s in self.sources if s.number not in self._skip),
             "forbidden": [str(p) for p in forbidden],
             "scratch": str(scratch),
             "cpu_s": self.limits.total_s + 30,
