@@ -38,7 +38,7 @@ def browser(folder: Path):
         root.close()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)
 
 
 class Page:

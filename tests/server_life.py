@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
+import random
 import re
 import shutil
 import socket
@@ -14,9 +16,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -31,7 +35,7 @@ from minillm.server.local import LocalServer
 WORDS = 211
 SMALL = {"num_kv_blocks": 64, "max_model_len": 512, "dtype": "float32", "threads": 1, "enable_prefix_caching": True,
          "scheduling_policy": "priority"}  # fmt: skip
-WAIT_S = 60.0  # of a machine that is busy with other things; what is waited for takes far less
+WAIT_S = 300.0  # of a machine that is busy with other things; what is waited for takes far less
 
 
 def tiny_model(tiny_folder: Callable[[str], Any], folder: Any) -> Any:
@@ -68,6 +72,32 @@ def expected(folder: Any, prompt: list[int], max_tokens: int) -> str:
     return reference(folder).generate([prompt], params, use_tqdm=False)[0].outputs[0].text
 
 
+def lasting_port() -> int:
+    """A free port that the kernel gives to nobody: who closes it for a while finds it free again.
+
+    One that the kernel chose may become the near end of any connection that somebody opens in between.
+    """
+    ranges = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(ranges.read_text().split()[0]) if ranges.exists() else 32768
+    own = random.Random(time.time_ns() ^ os.getpid())  # two runs of the tests on one machine
+    for port in own.sample(range(min(10_000, first - 1000), first), 1000):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError(f"no port below {first} is free")
+
+
+class web:
+    """httpx with patience: by itself it waits for five seconds."""
+
+    get = functools.partial(httpx.get, timeout=WAIT_S)
+    post = functools.partial(httpx.post, timeout=WAIT_S)
+    request = functools.partial(httpx.request, timeout=WAIT_S)
+
+
 def wait_for(true: Callable[[], Any], what: str) -> Any:
     end = time.monotonic() + WAIT_S
     while not (result := true()):
@@ -88,7 +118,7 @@ class Steps:
     """
 
     def __init__(self, server: LocalServer):
-        self.core = server.state.llm.core
+        self.core, self._commands = server.state.llm.core, server.state.llm._commands
         self.waits = False
         self._step, self._gate = self.core.step, threading.Semaphore(0)
 
@@ -96,6 +126,14 @@ class Steps:
         self.waits = True
         self._gate.acquire()
         return self._step()
+
+    def hear(self, count: int = 1) -> None:
+        """While a step is held, wait until so many commands have come; then let the engine hear them. Waited for with
+        `until`, they might come after any number of steps."""
+        wait_for(lambda: self._commands.qsize() >= count, "it is on its way to the engine")
+        heard = threading.Event()
+        self._commands.put((lambda _: heard.set(), None))  # type: ignore[arg-type]
+        self.until(heard.is_set, "the engine has it")
 
     def until(self, true: Callable[[], Any], what: str) -> None:
         """Let steps through, one by one."""
@@ -250,6 +288,27 @@ def text_of(events: list[Any]) -> str:
 
 def ended_well(events: list[Any]) -> bool:
     return events[-1] == "[DONE]" and not any("error" in e for e in events[:-1])
+
+
+def stuck(server: LocalServer) -> None:
+    """Wait until all streams are paused for good: what holds text for their readers is full, and nothing moves.
+
+    A stream is paused as well while the loop is behind the engine, and then goes on by itself.
+    """
+    llm = server.state.llm
+
+    def state() -> Any:
+        heard = threading.Event()
+        llm._commands.put((lambda _: heard.set(), None))  # type: ignore[arg-type]
+        assert heard.wait(WAIT_S)  # the engine has had its turn,
+        tasks_of(server)  # and so has the loop
+        return [(s.name, s.given, s.taken, s.paused) for s in list(llm._streams.values())]
+
+    def still() -> bool:
+        first = state()
+        return all(paused for *_, paused in first) and all(time.sleep(0.01) or state() == first for _ in range(10))
+
+    wait_for(lambda: llm._paused and still(), "nothing moves any more")
 
 
 def metric(server: LocalServer, name: str, **labels: str) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
+from server_life import web
 
 from minillm import AsyncLLM, SamplingParams
 
@@ -43,15 +43,15 @@ def test_a_whole_answer_and_its_stream_are_the_engines(server, client, llm):
 
 
 def test_operations(server):
-    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
-    assert httpx.get(server.url + "/ready").json() == {"status": "ready"}
-    assert 'minillm:requests_total{model_name="smol"}' in httpx.get(server.url + "/metrics").text
-    refused = httpx.post(server.url + "/drain")
+    assert web.get(server.url + "/health").json() == {"status": "ok"}
+    assert web.get(server.url + "/ready").json() == {"status": "ready"}
+    assert 'minillm:requests_total{model_name="smol"}' in web.get(server.url + "/metrics").text
+    refused = web.post(server.url + "/drain")
     assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
 
 
 def test_tokenize_and_back(server):
     text = "Schöne Grüße, 世界"
-    tokens = httpx.post(server.url + "/tokenize", json={"prompt": text}).json()
+    tokens = web.post(server.url + "/tokenize", json={"prompt": text}).json()
     assert tokens["count"] == len(tokens["tokens"])
-    assert httpx.post(server.url + "/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}
+    assert web.post(server.url + "/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": text}

@@ -11,7 +11,7 @@ import sys
 
 import httpx
 import pytest
-from server_life import serving, settled, tiny_model
+from server_life import WAIT_S, serving, settled, tiny_model
 
 from minillm.stop import StopStrings
 
@@ -48,7 +48,7 @@ def asks(url):
         "chat_template_kwargs": {CANARY: CANARY},
     }
     told = []
-    with httpx.Client(base_url=url, headers=head, timeout=60) as client:
+    with httpx.Client(base_url=url, headers=head, timeout=WAIT_S) as client:
         for stream in (False, True):
             told.append(client.post("/v1/completions", json=good | {"stream": stream}).status_code)
         told.append(client.post("/v1/chat/completions", json=chat).status_code)
@@ -73,7 +73,7 @@ def asks(url):
 
 
 def told_to_others(url, key):
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as other:
+    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=WAIT_S) as other:
         answers = [
             other.get(path)
             for path in ("/metrics", "/timeline", "/v1/models", "/nothing", "/openapi.json", "/ready", "/state")
@@ -97,7 +97,7 @@ def test_no_text_of_a_user_is_logged_counted_traced_or_told_to_others(folder, tm
         assert told[0] == (500 if parts else 200)
         others = told_to_others(server.url, "sk-other-0123456789")
         settled(server)
-        assert server.state.traces.flush()
+        assert server.state.traces.flush(WAIT_S)
     log = "\n".join(f"{r.getMessage()} {r.exc_text or ''}" for r in caplog.records if not r.name.startswith(OWN_LOGS))
     assert ("failed" in log) is bool(parts)
     if parts:
@@ -115,7 +115,7 @@ def test_nor_is_it_when_a_route_itself_fails(folder, monkeypatch, caplog):
     with serving(folder) as server:
         monkeypatch.setattr(type(server.state.tokenizer), "encode", fails)
         for path in ("/tokenize", "/v1/completions"):
-            answer = httpx.post(server.url + path, json={"prompt": CANARY}, timeout=60)
+            answer = httpx.post(server.url + path, json={"prompt": CANARY}, timeout=WAIT_S)
             assert answer.status_code == 500
             assert "its log" in answer.json()["error"]["message"]
             assert CANARY not in answer.text
@@ -143,6 +143,6 @@ def test_no_text_of_a_user_is_on_the_output_of_the_command(folder, tmp_path):
         others = told_to_others(url, KEY)
         server.terminate()
         rest = server.stdout.read()
-        assert server.wait(60) == 0
+        assert server.wait(WAIT_S) == 0
     for name, text in {"output": "".join(lines) + rest, "others": others, "traces": traces.read_text()}.items():
         assert CANARY not in text.lower(), name

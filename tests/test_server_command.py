@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_life import tiny_model
+from server_life import WAIT_S, lasting_port, tiny_model
 
 from minillm.cli import build_parser, main
 from minillm.commands.serve import options, size
@@ -89,7 +89,7 @@ def test_a_port_that_is_taken_is_one_line(capsys):
 
 def test_a_port_is_taken_while_its_server_still_loads():
     """Neither listens yet: the second is told now, and not after it has read its weights."""
-    with listen(ServerConfig(port=0)) as first:
+    with listen(ServerConfig(port=lasting_port())) as first:
         port = first.getsockname()[1]
         with pytest.raises(MinillmError, match="--port chooses another"):
             listen(ServerConfig(port=port))
@@ -148,10 +148,11 @@ def test_json_lines(embedded_folder):
     """
     resource = pytest.importorskip("resource")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    few = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (256, int(sys.argv[1]))); "
     with subprocess.Popen(
-        [sys.executable, "-m", "minillm", "serve", "--port", "0", "--json", "--max-model-len", "128", "--threads", "1"],
+        [sys.executable, "-c", few + "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])", str(hard), "-m",
+         "minillm", "serve", "--port", "0", "--json", "--max-model-len", "128", "--threads", "1"],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)),
     ) as process:  # fmt: skip
         ready = json.loads(process.stdout.readline())
         assert ready["event"] == "ready"
@@ -164,7 +165,7 @@ def test_json_lines(embedded_folder):
         process.terminate()
         assert json.loads(process.stdout.readline())["event"] == "ended"
         assert process.stdout.read() == ""
-        assert process.wait(60) == 0
+        assert process.wait(WAIT_S) == 0
 
 
 def test_an_ipv6_address_has_brackets():

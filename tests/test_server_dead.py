@@ -10,9 +10,11 @@ import weakref
 import pytest
 from server_life import (
     SMALL,
+    WAIT_S,
     Wire,
     body,
     expected,
+    lasting_port,
     metric,
     serving,
     settled,
@@ -28,13 +30,19 @@ from minillm.server.local import LocalServer
 
 ENGINE = {"max_model_len": 8000, "num_kv_blocks": 1000}
 DIES = """
-import sys
+import sys, threading
 from minillm.cli import main
 from minillm.core import EngineCore
-compute, steps = EngineCore._compute, []
+from minillm.server.http import EventStream
+compute, steps, write, begun = EngineCore._compute, [], EventStream.write, threading.Event()
+async def noted(self, data):
+    await write(self, data)
+    begun.set()
+EventStream.write = noted
 def dies(self, *args):
     steps.append(1)
     if len(steps) > 60:
+        begun.wait(600)  # a stream that has not begun would be told by its status
         raise SystemExit("the device has fallen off the bus")
     return compute(self, *args)
 EngineCore._compute = dies
@@ -121,7 +129,7 @@ def test_a_step_that_stalls_shows_in_ready_and_not_in_health(folder, monkeypatch
         forward = runner.forward
 
         def stalls(*args, **kwargs):
-            assert go.wait(60)
+            assert go.wait(WAIT_S)
             return forward(*args, **kwargs)
 
         monkeypatch.setattr(runner, "forward", stalls)
@@ -141,7 +149,7 @@ def test_a_step_that_stalls_shows_in_ready_and_not_in_health(folder, monkeypatch
 
 def test_a_server_that_is_killed_is_noticed_at_once_and_can_be_started_again(folder):
     openai = pytest.importorskip("openai")
-    with process(folder) as (p, port):
+    with process(folder, port=lasting_port()) as (p, port):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=600)
         asked = {"model": "tiny", "prompt": [5, 6], "max_tokens": LONG, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(**asked, stream=True)
@@ -162,7 +170,7 @@ def test_a_server_that_is_killed_is_noticed_at_once_and_can_be_started_again(fol
         p.kill()
         with pytest.raises(Exception, match="peer closed|onnection|reset"):  # a stream that breaks off is no whole one
             list(stream)
-        waits.join(60)
+        waits.join(WAIT_S)
         assert [type(e) for e in failures] == [openai.APIConnectionError]
         with pytest.raises(openai.APIConnectionError):
             client.completions.create(**asked)
@@ -181,7 +189,7 @@ def test_a_server_that_has_ended_keeps_no_model(folder):
         llm = AsyncLLM(folder, **SMALL)
         gone.append(weakref.ref(llm.engine.model))
         with llm, LocalServer(llm) as server:
-            urllib.request.urlopen(f"{server.url}/metrics", timeout=30).read()
+            urllib.request.urlopen(f"{server.url}/metrics", timeout=WAIT_S).read()
 
     once()
     gc.collect()

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 import pytest
-from server_life import SMALL, WORDS, Wire, body, metric, serving, settled, tiny_model, wait_for
+from server_life import SMALL, WAIT_S, WORDS, Wire, body, metric, serving, settled, tiny_model, wait_for
 
 from minillm import AsyncLLM
 from minillm.errors import RequestError
@@ -87,14 +87,14 @@ def test_many_that_tokenise_leave_threads_to_those_that_generate(folder, monkeyp
     go = threading.Event()
     with serving(folder) as server, contextlib.ExitStack() as held:
         held.callback(go.set)
-        monkeypatch.setattr(tokens, "detokenized", lambda *_: go.wait(60) and {"prompt": ""})
+        monkeypatch.setattr(tokens, "detokenized", lambda *_: go.wait(WAIT_S) and {"prompt": ""})
         wires = [held.enter_context(Wire(server.port)) for _ in range(WORKERS + MAX_WAITING + 1)]
         for wire in wires:
             wire.post({"tokens": [5]}, "/detokenize")
         first = selectors.DefaultSelector()
         for wire in wires:
             first.register(wire.socket, selectors.EVENT_READ, wire)
-        ((key, _),) = first.select(60)  # one is answered, and it is the one too many
+        ((key, _),) = first.select(WAIT_S)  # one is answered, and it is the one too many
         status, headers, _ = key.data.answer()
         assert (status, headers["retry-after"]) == (429, "1")
         long = ("w5" + " " * 20) * 400
@@ -172,7 +172,7 @@ def test_each_stage_has_the_time_of_its_work(folder, monkeypatch, tmp_path):
         chat = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 2}
         assert ask(server, chat, "/v1/chat/completions")[0] == 200
         settled(server)
-        assert server.state.traces.flush()
+        assert server.state.traces.flush(WAIT_S)
         (record,) = read_traces(tmp_path / "traces")
     took = Counter()
     for stage, begin, end in record["spans"]:

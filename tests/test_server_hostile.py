@@ -6,13 +6,14 @@ After each: the server is healthy and ready, no call is under way, every count i
 from __future__ import annotations
 
 import json
-import os
 import threading
-from pathlib import Path
 
 import httpx
 import pytest
-from server_life import Wire, body, serving, settled, tiny_model
+from measured_server import Measured
+from server_life import WAIT_S, Wire, body, serving, settled, tiny_model, wait_for
+
+from minillm.server import generation, tokens
 
 MAX_BODY = 256 << 10
 JSON = "Content-Type: application/json\r\n"
@@ -97,21 +98,31 @@ def test_a_body_of_100_mb_is_refused_by_its_head(server, path):
         assert f"{MAX_BODY:,}" in is_error(answer)["message"]
 
 
-def resident():
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def test_what_is_sent_all_the_same_takes_no_memory(folder):
+    """In a process of its own: in this one, what the tests before left is given back, and their threads take more."""
+    piece, most, long = b"x" * 65536, 50 << 20, f"Content-Length: {100 << 20}"
+    ways = {long: piece, "Transfer-Encoding: chunked": b"10000\r\n%s\r\n" % piece}
+    with Measured(folder, max_body_bytes=MAX_BODY, body_timeout_s=WAIT_S) as server:
 
-
-def test_what_is_sent_all_the_same_takes_no_memory(server):
-    before, piece = resident(), b"x" * 65536
-    ways = {f"Content-Length: {100 << 20}": piece, "Transfer-Encoding: chunked": b"10000\r\n%s\r\n" % piece}
-    for head, part in ways.items():
-        with Wire(server.port) as wire:
+        def send(head, part, total):
             wire.socket.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{JSON}{head}\r\n\r\n".encode())
-            pour(wire, 100 << 20, part)
-            assert resident() - before < 50 << 20
-            with Wire(server.port) as other:  # nobody waits for it
-                assert other.get("/health").answer()[0] == 200
+            pour(wire, total, part)
+
+        with Wire(server.port) as wire:
+            assert wire.post(body(max_tokens=2)).answer()[0] == 200
+        before = server("resident()")
+        for head, part in ways.items():
+            with Wire(server.port) as wire:
+                send(head, part, 100 << 20)
+                assert server("resident()") - before < most
+                with Wire(server.port) as other:  # nobody waits for it
+                    assert other.get("/health").answer()[0] == 200
+        server("vars(server.state.bodies).update(max_bytes=1 << 30, together=1 << 30)")
+        with Wire(server.port) as wire:  # one that is let in is seen
+            send(long, piece, 99 << 20)
+            wait_for(lambda: server("server.state.bodies.held") >= 99 << 20, "most of it is there")
+            assert server("resident()") - before > most
+        server("settled(server)")
 
 
 def test_clients_get_the_answer_although_their_body_is_too_long(server):
@@ -202,8 +213,8 @@ def test_too_many_of_a_thing(server, name):
     assert len(error["message"]) < 2000
 
 
-def test_large_bodies_do_not_hold_up_the_others(folder):
-    """While they are judged, /health is answered: in between, not after all of them."""
+def test_large_bodies_do_not_hold_up_the_others(folder, monkeypatch):
+    """While each is judged, /health is asked and answered."""
     messages = [{"role": "user", "content": "w5"}] * 100_000
     large = [
         ({"messages": messages}, "/v1/chat/completions"),
@@ -211,27 +222,40 @@ def test_large_bodies_do_not_hold_up_the_others(folder):
         ({"prompt": "w5 " * 1_000_000}, "/tokenize"),
         (body(prompt=["w5"] * 500_000), "/v1/completions"),
     ]
+    health, judged, over = [], [], threading.Event()
+
+    def beside(parse):
+        def judge(raw, kind):
+            before = len(health)
+            wait_for(lambda: len(health) >= before + 2, "others are answered")  # the second has asked since
+            judged.append(len(raw))
+            return parse(raw, kind)
+
+        return judge
+
     with serving(folder, max_body_bytes=4 << 20) as server:
-        health, over = [], threading.Event()
 
         def probe():
             with Wire(server.port) as wire:
                 while not over.is_set():
-                    assert wire.get("/health").answer()[0] == 200
-                    health.append(len(told))
+                    health.append(wire.get("/health").answer()[0])
 
-        told, thread = [], threading.Thread(target=probe)
+        for module in (generation, tokens):
+            monkeypatch.setattr(module, "parse_body", beside(module.parse_body))
+        thread, sizes = threading.Thread(target=probe), []
         thread.start()
         try:
             for data, path in large:
-                raw = request(path, json.dumps(data).encode())
+                raw = json.dumps(data).encode()
+                sizes.append(len(raw))
                 assert len(raw) < server.state.bodies.max_bytes
-                told.append(sent(server, raw)[0])
+                assert sent(server, request(path, raw))[0] in (200, 400)
         finally:
             over.set()
             thread.join()
-        assert set(told) <= {200, 400}
-        assert set(range(len(told))) <= set(health)  # at least one answer during each of them
+        monkeypatch.undo()
+        assert judged == sizes
+        assert set(health) == {200}
         unharmed(server)
 
 

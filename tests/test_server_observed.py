@@ -9,13 +9,12 @@ import json
 import logging
 import shutil
 import threading
-import time
 from collections import Counter
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_life import Wire, wait_for
+from server_life import WAIT_S, Wire, wait_for, web
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
@@ -54,21 +53,19 @@ def server(folder, tmp_path):
 def post(server, body, path="/v1/completions", key=KEY, **headers):
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json", **headers}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+    return httpx.post(server.url + path, content=content, headers=headers, timeout=WAIT_S)
 
 
 def settled(server, requests):
     """The records of so many requests. A server records after its last byte: a client may look too soon."""
-    end = time.monotonic() + 30
-    while server.state.traces.written + server.state.traces.lost < requests and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_for(lambda: server.state.traces.written + server.state.traces.lost >= requests, "they are recorded")
     return list(read_traces(server.config.trace_file))
 
 
 def counters(server):
     """{(name, value of the label that matters): count}"""
     out = Counter()
-    for f in text_string_to_metric_families(httpx.get(server.url + "/metrics").text):
+    for f in text_string_to_metric_families(web.get(server.url + "/metrics").text):
         for s in f.samples:
             for label in ("kind", "status", "finished_reason", "code"):
                 if label in s.labels:
@@ -112,6 +109,7 @@ def test_the_clients_counts_are_the_servers(server):
         kinds[kind] += 1
         assert done.status_code >= 400, body
     settled(server, sum(told.values()))
+    wait_for(lambda: sum(of_http(server).values()) >= sum(told.values()), "all are counted")
     seen = counters(server)
     for status, count in told.items():
         assert seen["http_requests_total", str(status)] == count, status
@@ -137,6 +135,7 @@ def test_who_is_turned_away_is_counted_by_code(folder):
         body = {"model": "tiny", "prompt": "w5", "max_tokens": 2}
         told = Counter(post(server, body).status_code for _ in range(5))
         assert told == {429: 5}
+        wait_for(lambda: sum(of_http(server).values()) >= 5, "all are counted")
         seen = counters(server)
         assert seen["requests_rejected_total", "queue_full"] == seen["http_requests_total", "429"] == 5
         assert sum(v for (name, _), v in seen.items() if name == "request_errors_total") == 0
@@ -180,10 +179,10 @@ def test_no_text_of_a_user_comes_out_anywhere(server, caplog, capfd):
     ):  # fmt: skip
         assert post(server, body).status_code >= 400
     assert post(server, good, key=f"{KEY}-wrong").status_code == 401
-    httpx.get(f"{server.url}/{CANARY}?{CANARY}={CANARY}")
-    httpx.request(CANARY.upper(), server.url + "/v1/models")
+    web.get(f"{server.url}/{CANARY}?{CANARY}={CANARY}")
+    web.request(CANARY.upper(), server.url + "/v1/models")
     records = settled(server, 10)
-    text = httpx.get(server.url + "/metrics").text
+    text = web.get(server.url + "/metrics").text
     out, err = capfd.readouterr()
     # The client's own loggers, and one that nobody hears but pytest, which listens to it in spite of this:
     assert not logging.getLogger("uvicorn.access").propagate
@@ -207,11 +206,11 @@ def test_every_request_is_counted_by_the_template_of_its_route(server):
     """C1, for all routes: also for what no route takes, and never by a path that a client has made up."""
     head = {"Authorization": f"Bearer {KEY}"}
     for path in ("/health", "/v1/models", "/v1/models/tiny", "/v1/models/nobody", "/openapi.json", f"/{CANARY}", "/"):
-        httpx.get(server.url + path, headers=head)
-    httpx.get(server.url + "/v1/completions")
-    httpx.post(server.url + "/tokenize", headers=head, json={"prompt": "w5"})
-    httpx.post(server.url + "/tokenize", json={"prompt": "w5"})
-    httpx.request(CANARY.upper(), server.url + "/v1/models")
+        web.get(server.url + path, headers=head)
+    web.get(server.url + "/v1/completions")
+    web.post(server.url + "/tokenize", headers=head, json={"prompt": "w5"})
+    web.post(server.url + "/tokenize", json={"prompt": "w5"})
+    web.request(CANARY.upper(), server.url + "/v1/models")
     post(server, {"model": "tiny", "prompt": "w5", "max_tokens": 2})
     want = {
         ("/health", "GET", "200"): 1, ("/v1/models", "GET", "200"): 1, ("/v1/models/{name:path}", "GET", "200"): 1,
@@ -227,11 +226,11 @@ def test_a_connection_too_many_is_counted(folder):
     with (
         AsyncLLM(folder, num_kv_blocks=12, max_model_len=64, dtype="float32") as llm,
         LocalServer(llm, max_connections=1) as server,
-        httpx.Client() as first,
+        httpx.Client(timeout=WAIT_S) as first,
     ):
         assert first.get(server.url + "/health").status_code == 200
-        assert httpx.get(server.url + "/v1/models").status_code == 503
-        assert httpx.get(server.url + "/health").status_code == 200
+        assert web.get(server.url + "/v1/models").status_code == 503
+        assert web.get(server.url + "/health").status_code == 200
         want = {("/health", "GET", "200"): 2, ("none", "GET", "503"): 1}
         wait_for(lambda: sum(of_http(server).values()) >= 3, "all are counted")
         assert of_http(server) == want
@@ -247,14 +246,14 @@ def test_an_error_in_a_stream_has_the_status_that_was_sent(server, monkeypatch):
     def fails(*args, **kwargs):
         steps.append(1)
         if len(steps) == 4:
-            begun.wait(30)  # before the first byte it would be a plain 500
+            begun.wait(WAIT_S)  # before the first byte it would be a plain 500
             raise RuntimeError("the device is gone")
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(runner, "forward", fails)
     body = {"model": "tiny", "prompt": "w5 w6", "max_tokens": 20, "temperature": 0, "stream": True, "ignore_eos": True}
     key = {"Authorization": f"Bearer {KEY}"}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=key, timeout=60) as done:
+    with httpx.stream("POST", server.url + "/v1/completions", json=body, headers=key, timeout=WAIT_S) as done:
         lines = done.iter_lines()
         text = next(lines)
         begun.set()

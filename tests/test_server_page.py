@@ -8,6 +8,7 @@ import re
 import httpx
 import pytest
 from chromium import browser, wait_until
+from server_life import held, web
 
 from minillm import AsyncLLM
 from minillm.events import Event
@@ -25,7 +26,7 @@ def server(embedded_folder):
 
 def test_the_page_comes_from_this_server_alone(server):
     for path, (name, kind) in FILES.items():
-        got = httpx.get(server.url + path)
+        got = web.get(server.url + path)
         assert got.status_code == 200
         assert got.headers["content-type"].startswith(kind)
         assert "default-src 'none'" in got.headers["content-security-policy"]
@@ -55,10 +56,12 @@ def test_chat_in_a_browser(server, tmp_path):
         page.until("steps.length > 0 && mine.size === 3")
         page.until("steps.flatMap((s) => s.rows).filter(([id]) => ours(id)).length >= 3 * 8")
         # Stop is a cancel: the engine has nothing left to do.
-        page.evaluate(f"({ask})('Write a very long story about the sea.', 400, 1)")
-        page.until("Number(document.getElementById('count').textContent) >= 2")
-        page.evaluate("document.getElementById('stop').click()")
-        page.until("!document.getElementById('send').disabled")
+        with held(server) as engine:
+            page.evaluate(f"({ask})('Write a very long story about the sea.', 400, 1)")
+            shown = "Number(document.getElementById('count').textContent) >= 2"
+            engine.until(lambda: page.evaluate(shown), "it is being answered")
+            page.evaluate("document.getElementById('stop').click()")
+            page.until("!document.getElementById('send').disabled")
         assert "stopped" in page.evaluate(
             "[...document.querySelectorAll('.message.assistant small')].at(-1).textContent"
         )
@@ -134,12 +137,12 @@ def test_a_key_sees_over_http_what_its_tenant_may(server, tmp_path):
         ask = {"prompt": "one two three", "max_tokens": 3, "ignore_eos": True}
         done = httpx.post(closed.url + "/v1/completions", headers=head("bob"), json=ask, timeout=60)
         assert done.status_code == 200
-        steps = {n: httpx.get(closed.url + "/timeline", headers=head(n)).json()["steps"] for n in names}
+        steps = {n: web.get(closed.url + "/timeline", headers=head(n)).json()["steps"] for n in names}
         theirs = lambda name: [row for s in steps[name] for row in s["rows"]]
         assert steps["ann"] == []
         assert len(theirs("bob")) >= 3
         assert {tuple(row) for row in theirs("bob")} <= {tuple(row) for row in theirs("root")}
-        assert httpx.get(closed.url + "/timeline").status_code == 401
+        assert web.get(closed.url + "/timeline").status_code == 401
 
 
 def test_a_timeline_forgets():
@@ -153,7 +156,7 @@ def test_a_timeline_forgets():
 
 @pytest.mark.parametrize("since", ["-1", "x", "9" * 30, "1.5"])
 def test_a_bad_cursor_is_told(server, since):
-    got = httpx.get(server.url + "/timeline", params={"since": since})
+    got = web.get(server.url + "/timeline", params={"since": since})
     assert (got.status_code, got.json()["error"]["param"]) == (400, "since")
 
 

@@ -10,7 +10,7 @@ import asyncio
 from contextlib import ExitStack
 
 import pytest
-from server_life import WAIT_S, expected, metric, serving, tiny_model
+from server_life import WAIT_S, expected, lasting_port, metric, serving, tiny_model
 
 from minillm.cluster.data_parallel import DataParallel
 from minillm.cluster.remote import HttpReplica
@@ -50,8 +50,8 @@ class Fleet:
     def __init__(self, folder, count, **options):
         self.folder, self.options = folder, options
         self.stacks = [ExitStack() for _ in range(count)]
-        self.servers = [self._start(i, 0) for i in range(count)]
-        self.ports = [s.port for s in self.servers]
+        self.ports = [lasting_port() for _ in range(count)]
+        self.servers = [self._start(i, port) for i, port in enumerate(self.ports)]
         self.urls = [s.url for s in self.servers]
 
     def _start(self, i, port):
@@ -105,7 +105,7 @@ def test_a_rolling_restart_loses_nothing(folder):
                 c.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
 
-    with Fleet(folder, 2, grace_s=60.0) as fleet:
+    with Fleet(folder, 2, grace_s=600.0) as fleet:
         asyncio.run(go(fleet))
         assert all(metric(s, "request_success_total", finished_reason="length") > 1 for s in fleet.servers)
     assert wrong == []

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-import httpx
 import jsonschema
 import pytest
 from hypothesis import Phase, given, settings
-from server_life import WORDS, serving, settled, tiny_model
+from server_life import WORDS, serving, settled, tiny_model, web
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis import GenerationMode, checks  # noqa: E402
@@ -120,9 +119,7 @@ def test_without_a_key(server, schema):
     for method, path in ROUTES:
         if path in ("/health", "/ready", "/metrics", "/state", "/drain"):
             continue
-        answer = httpx.request(
-            method, server.url + path.replace("{name}", "tiny"), json={} if method == "POST" else None
-        )
+        answer = web.request(method, server.url + path.replace("{name}", "tiny"), json={} if method == "POST" else None)
         assert answer.status_code == 401
         found = schema.raw_schema["paths"][path][method.lower()]["responses"]["401"]
         jsonschema.validate(answer.json(), found["content"]["application/json"]["schema"])
@@ -142,10 +139,10 @@ def test_the_judges_notice(server, schema, monkeypatch):
 
 def test_nothing_comes_from_another_host(server):
     for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
-        answer = httpx.get(server.url + path)
+        answer = web.get(server.url + path)
         assert answer.status_code == 404
         assert "/openapi.json" in answer.json()["error"]["message"]
-    wrong = httpx.get(server.url + "/v1/completions")
+    wrong = web.get(server.url + "/v1/completions")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "/openapi.json" in wrong.json()["error"]["message"]
-    assert not re.search(r"https?://", httpx.get(server.url + "/openapi.json").text)
+    assert not re.search(r"https?://", web.get(server.url + "/openapi.json").text)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import httpx
 import jsonschema
 import pytest
-from server_life import Wire, body, reference, serving, settled, text_of, tiny_model
+from server_life import Wire, body, reference, serving, settled, text_of, tiny_model, web
 from test_server_replies import CHAT, TEXT, output_of, request_for, snapshots
 from text_families import FAMILIES
 
@@ -86,7 +85,7 @@ def test_of_several_prompts(server):
     asked = body(prompts, 4, return_token_ids=True)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     want = [o.outputs[0].token_ids for o in reference(server.folder).generate(prompts, params, use_tqdm=False)]
-    whole = httpx.post(server.url + "/v1/completions", json=asked).json()["choices"]
+    whole = web.post(server.url + "/v1/completions", json=asked).json()["choices"]
     assert [(c["prompt_token_ids"], c["token_ids"]) for c in whole] == list(zip(prompts, want, strict=True))
     with Wire(server.port) as wire:
         events = wire.post(asked | {"stream": True}).answer()[2]
@@ -101,10 +100,10 @@ def test_of_several_prompts(server):
 
 def test_of_a_conversation(server):
     asked = {"messages": [{"role": "user", "content": "w5 w6"}], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-    whole = httpx.post(server.url + "/v1/chat/completions", json=asked | {"return_token_ids": True}).json()
-    sent = httpx.post(server.url + "/tokenize", json={"messages": asked["messages"]}).json()["tokens"]
+    whole = web.post(server.url + "/v1/chat/completions", json=asked | {"return_token_ids": True}).json()
+    sent = web.post(server.url + "/tokenize", json={"messages": asked["messages"]}).json()["tokens"]
     assert whole["prompt_token_ids"] == sent
-    again = httpx.post(server.url + "/v1/completions", json=body(sent, 5, return_token_ids=True)).json()["choices"][0]
+    again = web.post(server.url + "/v1/completions", json=body(sent, 5, return_token_ids=True)).json()["choices"][0]
     assert again["token_ids"] == whole["choices"][0]["token_ids"]
     assert len(again["token_ids"]) == 5
 
