@@ -110,6 +110,7 @@ LESSON = Lesson(
                 Mistake("nothing was counted: the mode must be active while the step runs (with mode: ...)",
                         lambda x, w, program: {}),
             ],
+            limit_s=30,  # a dispatch mode's first call imports nine hundred modules of torch, sympy among them
         ),
         Task(
             "07.3", "bucket_plan", "Buckets and their price", bucket_plan,
