@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import random
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,10 +35,24 @@ settings.register_profile("explore", settings.get_profile("minillm"), derandomiz
 settings.load_profile("minillm")
 
 
+def pytest_collection_modifyitems(items):
+    """nbval gives a kernel that has ended a cell five seconds to show its output: too few where the machine stalls."""
+    for item in items:
+        if hasattr(item, "output_timeout"):
+            item.output_timeout = 60
+
+
 def pytest_collection_finish():
     """What the imports made stays for good, so no collection need look at it again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Whatever ran before, a test that draws without a seed of its own draws the same."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +82,14 @@ def trim():
     """glibc keeps the pages of freed tensors, gigabytes over a run; it gives them back when asked."""
     if hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also in a run that a shell has started with `&`, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

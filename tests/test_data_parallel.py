@@ -295,8 +295,9 @@ def test_a_drain_of_all():
         async with DataParallel([Fake("a"), Fake("b")]) as both:
             stream = both.generate([1], greedy(4))
             await anext(stream)
+            (call,) = [c for r in both.replicas.values() for c in r._calls]
             drain = asyncio.create_task(both.drain(0.01))
-            await asyncio.sleep(0.05)  # the drain's time is up, and nobody reads
+            await asyncio.wait([call.ended])  # the drain's time is up, and nobody reads
             with pytest.raises(ReplicaLost, match="drained"):
                 await anext(stream)
             assert await drain == 1

@@ -156,6 +156,10 @@ def test_a_deadline_passes_while_a_request_is_held(make, monkeypatch):
         while not split.wires[0][0].struck:
             await asyncio.sleep(0.005)
         monkeypatch.setattr(split.d.core, "clock", lambda: clock() + 2000.0)
+        try:
+            await asyncio.to_thread(until, task.done)
+        finally:
+            split.run_out()  # or who waits in vain waits for the lease
         return await task
 
     output = asyncio.run(run())

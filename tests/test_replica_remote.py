@@ -6,6 +6,7 @@ Requests that minillm's own servers answer are in test_replica_conformance.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import httpx
 import pytest
 from fake_openai import FakeServer, event
 from replica_cases import greedy, held, read, until, whole
-from server_life import serving, tiny_model, wait_for
+from server_life import WAIT_S, serving, tiny_model, wait_for
 
 from minillm.cluster import http
 from minillm.cluster.data_parallel import DataParallel
@@ -24,6 +25,7 @@ from minillm.cluster.remote import HttpReplica
 from minillm.cluster.replica import ReplicaBusy, ReplicaLost, ReplicaState
 from minillm.errors import MinillmError, RequestError
 from minillm.server import app
+from minillm.trace.wire import Connection
 
 
 def chunk(text, ids, **more):
@@ -42,7 +44,7 @@ def at(behave, replica=None, **options):
     """A request to a fake server: (outputs, the error, the replica's state afterwards, the server)."""
 
     async def go(url):
-        made = HttpReplica(url, "west", model="m", **options)
+        made = HttpReplica(url, "west", model="m", answer_s=WAIT_S, **options)
         outputs = []
         async with made:
             try:
@@ -210,16 +212,32 @@ def test_a_reader_that_stalls_stops_the_connection(mutant, monkeypatch):
 
     async def go(url):
         address, batches = Address(url), []
-        stream = address.events("/v1/completions", address.fields(), {"max_tokens": 1}, 5.0)
+        stream = address.events("/v1/completions", address.fields(), {"max_tokens": 1}, WAIT_S)
         batches.append(await anext(stream))
-        await asyncio.sleep(0.2)  # the server says what it can
+        if mutant:
+            await until(lambda: said and said[-1] == len(lines) - 1, "the server says everything")
+        else:
+            await until(lambda: paused, "the connection is stopped")
+            await asyncio.sleep(0.2)  # the server says what it can
         async for batch in stream:
             batches.append(batch)
         return batches
 
+    class Stopped(Connection):
+        """Notes that nothing more is read."""
+
+        def connection_made(self, transport):
+            pause = transport.pause_reading
+            monkeypatch.setattr(transport, "pause_reading", lambda: (paused.append(1), pause()), raising=False)
+            super().connection_made(transport)
+
+    monkeypatch.setattr(http, "Connection", Stopped)
+
     size = 64 << 10  # of an event: as much as one read brings
     lines = [event({"choices": [], "x": "y" * size, "n": i}) for i in range(3 * MOST_BUFFERED)]
-    with FakeServer(lambda body: [line for e in lines for line in (e, 0.0)]) as server:
+    said, paused = [], []  # numbers of the events that have left the server; one for each time that reading stopped
+    note = [lambda n=n: said.append(n) or True for n in range(len(lines))]
+    with FakeServer(lambda body: [part for pair in zip(lines, note, strict=True) for part in pair]) as server:
         batches = asyncio.run(go(server.url))
     assert [json.loads(e)["n"] for batch in batches for e in batch] == list(range(len(lines)))
     assert (max(map(len, batches)) <= MOST_BUFFERED + 4) is not mutant
@@ -235,11 +253,16 @@ def server(tiny_folder, tmp_path_factory):
         yield server
 
 
+def tokens_of(llm):
+    """Of all answers that are under way there."""
+    return sum(len(r.output_token_ids) for r in list(llm.core.outputs))
+
+
 def test_silence_is_no_death_while_steps_go_on(server):
     """Asked after each hundredth of a second without a token, and never given up."""
 
     async def go():
-        async with HttpReplica(server.url, silence_s=0.01) as replica:
+        async with HttpReplica(server.url, silence_s=0.01, answer_s=WAIT_S) as replica:
             asked = 0
             ask = replica._ask
 
@@ -259,10 +282,12 @@ def test_an_engine_that_hangs_is_death_though_its_server_answers(server, monkeyp
     llm = server.state.llm
 
     async def go():
-        async with HttpReplica(server.url, "stuck", silence_s=0.1) as replica:
+        async with HttpReplica(server.url, "stuck", silence_s=0.1, answer_s=WAIT_S) as replica:
             outputs = replica.generate([5, 6], greedy(300))
-            await read(outputs, 1)
-            with held(llm), monkeypatch.context() as patch:
+            with held(llm) as steps, monkeypatch.context() as patch:
+                first = asyncio.ensure_future(read(outputs, 1))
+                await asyncio.to_thread(steps.until, lambda: tokens_of(llm), "it writes")
+                await first
                 patch.setattr(server.state.lifecycle, "stall_s", 0.2)
                 with pytest.raises(ReplicaLost, match="no step has progressed") as caught:
                     await read(outputs, 301)
@@ -281,7 +306,7 @@ def test_the_state_of_a_server(server, monkeypatch):
     llm, url = server.state.llm, server.url + "/state"
 
     async def go():
-        async with HttpReplica(server.url, "west") as replica:
+        async with HttpReplica(server.url, "west", answer_s=WAIT_S) as replica:
             good = await replica.refresh()
             monkeypatch.setattr(server.state.lifecycle, "draining", True)
             draining = await replica.refresh()
@@ -309,16 +334,25 @@ def test_a_full_queue_sends_a_request_to_the_other(tiny_folder, tmp_path):
     folder = tiny_model(tiny_folder, tmp_path / "model")
 
     async def go(a, b):
-        async with DataParallel([HttpReplica(a.url, "a"), HttpReplica(b.url, "b")], refresh_s=60.0) as both:
-            outputs = both.replicas["a"].generate([5, 6], greedy(400))
-            await read(outputs, 1)  # a's only place is taken, and it has no queue
+        replicas = [HttpReplica(s.url, name, answer_s=WAIT_S) for s, name in ((a, "a"), (b, "b"))]
+        async with DataParallel(replicas, refresh_s=600.0) as both, contextlib.AsyncExitStack() as stack:
+
+            async def writes(name, llm):
+                """Its only place is taken for as long as it is held, and it has no queue."""
+                steps = stack.enter_context(held(llm))
+                outputs = both.replicas[name].generate([5, 6], greedy(400))
+                first = asyncio.ensure_future(read(outputs, 1))
+                await asyncio.to_thread(steps.until, lambda: tokens_of(llm), "it writes")
+                await first
+                return outputs
+
+            outputs = await writes("a", a.state.llm)
             both.replicas["a"]._calls.clear()  # as if another front had sent that: it is the least loaded, as far as
             both.replicas["a"]._sent = 0  # this one knows
             got = await whole(both, [7, 8], greedy(5))
             assert both.retried == 1
             assert both.replicas["a"].state().ready
-            more = both.replicas["b"].generate([5, 6], greedy(400))
-            await read(more, 1)
+            more = await writes("b", b.state.llm)
             both.replicas["b"]._calls.clear()
             with pytest.raises(ReplicaBusy) as caught:
                 await whole(both, [7, 8], greedy(5))
@@ -362,5 +396,5 @@ def test_a_front_needs_no_torch():
         "import sys, minillm.cluster.data_parallel, minillm.cluster.local_process; "
         "print([m for m in ('torch', 'fastapi', 'transformers') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert out.stdout.strip() == "[]"

@@ -27,6 +27,7 @@ from minillm.errors import MinillmError
 from minillm.models.hub import EMBEDDED
 
 START_S = 180.0
+EPITAPH_S = 2.0  # a broken connection and its process's end come at about the same time; the end says why
 KEY = "MINILLM_API_KEY"
 CHILD = "from minillm.cluster.local_process import serve; serve()"
 
@@ -93,11 +94,11 @@ class ProcessReplica(HttpReplica):
         return await super()._ask()
 
     async def _died_of(self, error: ReplicaLost) -> str:
-        """A broken connection says little; the process's end says why. The two come at about the same time."""
-        if self.child is not None and (
-            self.child.ended.is_set() or await asyncio.to_thread(self.child.ended.wait, 0.5)
-        ):
-            return self.child.epitaph()
+        """A broken connection says little; the process's end says why."""
+        if (child := self.child) is not None:
+            await asyncio.to_thread(child.ended.wait, EPITAPH_S)
+            if child.ended.is_set():  # also where this process itself stood still for so long
+                return child.epitaph()
         return error.why
 
     async def _close(self) -> None:
