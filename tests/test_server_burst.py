@@ -137,8 +137,10 @@ def test_ten_times_too_many_are_told_and_the_rest_is_served(folder, measured):
 def test_a_bound_in_tokens(folder):
     with serving(folder, engine={"max_num_seqs": 2}, max_queued_tokens=400) as server:
         with held(server) as steps:
-            first = [Wire(server.port).post(body((5,), 24, stream=True)) for _ in range(2)]
-            wait_for(lambda: under_way(server) == 2, "they have come")
+            first = [Wire(server.port).post(body((5,), 24, stream=True))]
+            wait_for(lambda: steps.waits, "the first has come")
+            first.append(Wire(server.port).post(body((5,), 24, stream=True)))
+            steps.hear()
             steps.until(lambda: len(server.state.llm.core.scheduler.running) == 2, "both run")
             wires = [Wire(server.port).post(body([5] * 80, 20)) for _ in range(60)]
             wait_for(lambda: len(answered(wires)) == 56, "those beyond the bound are told")

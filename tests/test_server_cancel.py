@@ -26,7 +26,8 @@ from server_life import (
     wait_for,
 )
 
-LONG = 400  # tokens of an answer that nobody waits for
+LONG = 7900  # tokens of an answer that nobody waits for, and that no test is slow enough to see the end of
+ENGINE = {"max_model_len": 8000, "num_kv_blocks": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def folder(tiny_folder, tmp_path_factory):
 @pytest.fixture(scope="module")
 def shared(folder):
     """One sequence at a time, so that a second one waits."""
-    with serving(folder, engine={"max_num_seqs": 1}) as server:
+    with serving(folder, engine=ENGINE | {"max_num_seqs": 1}) as server:
         yield server
 
 
@@ -60,12 +61,17 @@ def whole(server):
     return sum(e.data["reason"] == "length" for e in server.state.llm.engine.events.of("finished"))
 
 
-def leaves(server, *wires):
-    """They close. Each is counted once, and the engine must be rid of them: none is computed to its end."""
+def leaves(server, *wires, step=None):
+    """They close. Each is counted once, and the engine must be rid of them: none is computed to its end.
+
+    step: what holds the steps, until their leaving is heard.
+    """
     before, ended = gone(server), whole(server)
     for wire in wires:
         wire.close()
     wait_for(lambda: not under_way(server) and gone(server) >= before + len(wires), "their leaving is counted")
+    if step is not None:
+        step.close()
     wait_for(lambda: not server.state.llm.core.outputs, "the engine is rid of them")
     assert gone(server) == before + len(wires)
     assert whole(server) == ended
@@ -147,10 +153,14 @@ def test_those_who_give_up_during_a_long_step_leave_nothing_in_it(server):
 
 def test_while_its_long_prompt_is_computed(folder):
     """A prompt of 400 tokens in chunks of 16."""
-    with serving(folder, engine={"max_num_batched_tokens": 16}) as server, Wire(server.port) as wire:
+    with (
+        serving(folder, engine={"max_num_batched_tokens": 16}) as server,
+        Wire(server.port) as wire,
+        server_life.held(server) as step,
+    ):
         wire.post(body([7] * 400, 8, stream=True))
-        wait_for(lambda: held(server) > 1, "its prefill has begun")
-        leaves(server, wire)
+        step.until(lambda: held(server) > 1, "its prefill has begun")
+        leaves(server, wire, step=step)
         first = server.state.llm.engine.events.of("first_token")
         assert len(first) == 1  # the warm-up's
         settled(server)
@@ -162,14 +172,14 @@ def test_while_its_prompt_becomes_tokens(server, monkeypatch):
 
     def slow(self, text, *args, **kwargs):
         inside.set()
-        assert go.wait(60)
+        assert go.wait(server_life.WAIT_S)
         return encode(self, text, *args, **kwargs)
 
     monkeypatch.setattr(type(tokenizer), "encode", slow)
     queued = len(server.state.llm.engine.events.of("queued"))
     with Wire(server.port) as wire:
         wire.post(body("w5 " * 2000, stream=True))
-        assert inside.wait(60)
+        assert inside.wait(server_life.WAIT_S)
         leaves(server, wire)
     assert not server.state.door.meter._requests  # its place is free before the thread is done
     go.set()
@@ -184,19 +194,23 @@ def test_while_its_body_is_on_its_way(server):
 
 
 def test_while_it_is_preempted(folder):
-    with serving(folder, engine={"num_kv_blocks": 8, "max_model_len": 96, "enable_prefix_caching": False}) as server:
-        wires = [Wire(server.port).post(body((i, i), 80, stream=True, priority=0)) for i in (3, 4, 5)]
-        core = server.state.llm.core
-        out = lambda: [e.request_id for e in server.state.llm.engine.events.of("preempted")]
-        wait_for(lambda: out() and core.scheduler.num_waiting, "one was preempted and waits")
-        leaves(server, *wires)
+    engine = {"num_kv_blocks": 8, "max_model_len": 96, "enable_prefix_caching": False}
+    with serving(folder, engine=engine) as server, server_life.held(server) as step:
+        llm = server.state.llm
+        wires = [Wire(server.port).post(body((3, 3), 80, stream=True, priority=0))]
+        wait_for(lambda: step.waits, "the first has come")
+        wires += [Wire(server.port).post(body((i, i), 80, stream=True, priority=0)) for i in (4, 5)]
+        step.hear(2)
+        out = lambda: llm.engine.events.of("preempted")
+        step.until(lambda: out() and llm.core.scheduler.num_waiting, "one was preempted and waits")
+        leaves(server, *wires, step=step)
         settled(server)
 
 
 @pytest.mark.parametrize("fields", [{"n": 3, "temperature": 1.0}, {"prompt": [[3, 4], [5], [6, 7, 8]]}])
 @pytest.mark.parametrize("stream", [True, False])
 def test_with_several_answers(folder, fields, stream):
-    with serving(folder) as server, Wire(server.port) as wire:
+    with serving(folder, engine=ENGINE) as server, Wire(server.port) as wire:
         wire.post(body(max_tokens=LONG) | fields | {"stream": stream})
         wait_for(lambda: len(server.state.llm.core.scheduler.running) == 3, "all three run")
         leaves(server, wire)
@@ -210,10 +224,11 @@ def test_bytes_of_a_next_request_are_no_goodbye(server, folder, stream):
     want = expected(folder, [5, 6], 60), expected(folder, [7], 3)
     with Wire(server.port) as wire:
         before = gone(server)
-        wire.post(body(max_tokens=60, stream=stream))
-        wait_for(lambda: under_way(server), "the first is under way")
-        wire.post(body((7,), 3), cut=40)
-        wire.socket.sendall(rest(body((7,), 3), 40))
+        with server_life.held(server) as step:
+            wire.post(body(max_tokens=60, stream=stream))
+            wait_for(lambda: step.waits, "the first is under way")
+            wire.post(body((7,), 3), cut=40)
+            wire.socket.sendall(rest(body((7,), 3), 40))
         first, second = wire.answer()[2], wire.answer()[2]
         if stream:
             assert ended_well(first)
@@ -239,7 +254,7 @@ def test_a_goodbye_behind_a_pipelined_request_is_heard(server, stream):
         before = gone(server)
         wire.close()
         wait_for(lambda: gone(server) == before + 1, "the client's leaving is heard")
-    wait_for(lambda: not under_way(server), "and ends the call")
+    wait_for(lambda: not under_way(server) and not server.state.llm.core.outputs, "and ends the call")
     assert server.state.llm.engine.events.of("finished")[-1].data["output_tokens"] < LONG
 
 
@@ -275,7 +290,7 @@ def test_a_thousand_cancels_at_random_moments_leave_nothing(folder, tmp_path):
         with ThreadPoolExecutor(8) as pool:
             kinds_of_end = list(pool.map(lambda seed: one(s.port, seed), [rng.random() for _ in range(1000)]))
         settled(s)
-        assert s.state.traces.flush()
+        assert s.state.traces.flush(server_life.WAIT_S)
         records = [json.loads(line) for line in traces.read_text().splitlines()]
         told = {status: sum(r["status"] == status for r in records) for status in (200, 499, 400, 408)}
         assert sum(told.values()) == len(records)

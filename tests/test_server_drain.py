@@ -28,6 +28,7 @@ from server_life import (
 
 LONG = 7900
 TAKES = 4096  # bytes that the kernel holds for a reader that must not be done too early
+LARGE = {"stream": True, "logprobs": 5}  # a stream with bytes for each token, also where an event has several tokens
 ENGINE = {"max_model_len": 8000, "num_kv_blocks": 1000}
 FLAGS = ["--max-model-len", "8000", "--num-kv-blocks", "1000", "--dtype", "float32", "--threads", "1", "--json"]
 
@@ -79,10 +80,10 @@ def refused(port):
 
 
 def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(folder):
-    with process(folder, "--grace-s", "60") as (p, port):
+    with process(folder, "--grace-s", "600") as (p, port):
         idle, stream = Wire(port), Wire(port, TAKES)
         assert idle.get("/ready").answer()[0] == 200
-        stream.post(body(max_tokens=1000, stream=True)).head()
+        stream.post(body(max_tokens=600, **LARGE)).head()
         events = stream.events()
         first = [next(events) for _ in range(5)]  # the rest does not fit where it has to wait: it is not over
         p.send_signal(signal.SIGTERM)
@@ -92,7 +93,7 @@ def test_sigterm_lets_a_stream_finish_and_refuses_new_ones(folder):
         assert (status, answer["error"]["code"]) == (503, "not_ready")
         got = first + list(events)
         assert ended_well(got)
-        assert text_of(got) == expected(folder, [5, 6], 1000)
+        assert text_of(got) == expected(folder, [5, 6], 600)
         code, last, _ = outcome(p)  # the idle connection is open, and keeps nobody
         assert (code, last["event"], last["cut_short"]) == (0, "ended", 0)
         assert idle.closed()
@@ -133,15 +134,15 @@ def test_a_signal_without_work_ends_it_at_once(folder):
 
 
 def test_drain_by_its_route(folder):
-    with serving(folder, engine=ENGINE, admin_key="the-admin", api_key="some-user", grace_s=60.0) as server:
+    with serving(folder, engine=ENGINE, admin_key="the-admin", api_key="some-user", grace_s=600.0) as server:
         key, boss = "Authorization: Bearer some-user\r\n", "Authorization: Bearer the-admin\r\n"
-        with Wire(server.port) as stream, Wire(server.port) as other:
-            stream.post(body(max_tokens=1500, stream=True), headers=key).head()
+        with Wire(server.port, TAKES) as stream, Wire(server.port) as other:
+            stream.post(body(max_tokens=600, **LARGE), headers=key).head()
             for headers, status in (("", 401), (key, 403), ("Authorization: Bearer x\r\n", 401)):
                 assert other.post({}, "/drain", headers).answer()[0] == status
             assert other.get("/ready").answer()[0] == 200
             status, _, answer = other.post({}, "/drain", boss).answer()
-            assert (status, answer) == (200, {"status": "draining", "running": 1, "grace_s": 60.0})
+            assert (status, answer) == (200, {"status": "draining", "running": 1, "grace_s": 600.0})
             assert other.get("/ready").answer()[0] == 503
             status, headers, answer = other.post(body(), headers=key).answer()
             assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "draining", "1")
@@ -153,8 +154,12 @@ def test_drain_by_its_route(folder):
 
 
 def test_a_request_whose_body_comes_during_the_drain_is_told(folder):
-    with serving(folder, engine=ENGINE, grace_s=60.0) as server, Wire(server.port) as late, Wire(server.port) as long:
-        long.post(body(max_tokens=1000, stream=True)).head()
+    with (
+        serving(folder, engine=ENGINE, grace_s=600.0) as server,
+        Wire(server.port) as late,
+        Wire(server.port, TAKES) as long,
+    ):
+        long.post(body(max_tokens=600, **LARGE)).head()
         raw = json.dumps(body()).encode()
         late.post(body(), cut=-len(raw))
         wait_for(lambda: under_way(server), "the long one runs")
@@ -181,7 +186,7 @@ def test_a_drain_ends_those_that_wait_and_those_whose_prompt_becomes_tokens(fold
             return encode(self, *args, **kwargs)
 
         monkeypatch.setattr(tokenizer, "encode", slow)
-        wires = [Wire(server.port) for _ in range(3)]
+        wires = [Wire(server.port, TAKES) for _ in range(3)]
         for wire in wires[:2]:
             wire.post(body(max_tokens=LONG, stream=True))
         wires[2].post(body("w5 " * 2000, stream=True))

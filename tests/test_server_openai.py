@@ -9,10 +9,11 @@ import asyncio
 import json
 import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-from server_life import Wire, body, serving, settled, tiny_model, wait_for
+from server_life import WAIT_S, Wire, body, held, serving, settled, tiny_model, wait_for
 
 from minillm import AsyncLLM, SamplingParams
 from minillm.server.local import LocalServer
@@ -378,18 +379,22 @@ def test_headers_and_fields_do_not_change_who_is_asking(server):
 
 def test_a_full_queue_is_told_with_a_time_and_the_clients_own_retry_gets_in(folder, monkeypatch):
     slept, told = [], []
-    with serving(folder, engine={"max_num_seqs": 1}, max_queued_requests=1) as server:
+    with serving(folder, engine={"max_num_seqs": 1}, max_queued_requests=1) as server, ExitStack() as stack:
         holds, waits = Wire(server.port), Wire(server.port)
-        core = server.state.llm.core
-        holds.post(body(max_tokens=500, stream=True)).head()
-        waits.post(body((7, 8), 500, stream=True))
-        wait_for(lambda: core.scheduler.num_waiting == 1, "the queue is full")
+        core, steps = server.state.llm.core, stack.enter_context(held(server))
+        holds.post(body(max_tokens=100, stream=True))
+        steps.until(lambda: core.scheduler.running, "the place is taken")
+        waits.post(body((7, 8), 100, stream=True))
+        steps.hear()
+        assert core.scheduler.num_waiting == 1
 
         def sleep(seconds):
             slept.append(seconds)
             holds.close()
             waits.close()
-            wait_for(lambda: not server.state.lifecycle.calls, "the queue is empty")
+            wait_for(lambda: not server.state.lifecycle.calls, "the server has heard that they left")
+            steps.close()
+            wait_for(lambda: not core.outputs, "the queue is empty")
 
         asked = {"model": "tiny", "prompt": [3, 4], "max_tokens": 2}
         with client_of(server, "-") as hasty, pytest.raises(openai.RateLimitError) as error:
@@ -421,7 +426,7 @@ class Breaks(StopStrings):
     def feed(self, text, *args, **kwargs):
         self.fed += 1
         if self.breaks and self.fed == 3:
-            assert self.go.wait(60)
+            assert self.go.wait(WAIT_S)
             raise RuntimeError("a part of a learner")
         return super().feed(text, *args, **kwargs)
 

@@ -17,6 +17,7 @@ from server_life import (
     metric,
     serving,
     settled,
+    stuck,
     text_of,
     tiny_model,
     under_way,
@@ -43,14 +44,19 @@ def story(folder):
 
 
 def stalled(server, path=PATHS[0], **fields):
-    """A stream whose reader has stopped to read, and which is paused."""
-    wire, asked = Wire(server.port, TAKES), body(max_tokens=MANY, stream=True) | fields
+    """A stream whose reader has stopped to read, and which is paused for good.
+
+    Each token has bytes of its own, those of its logprobs: where the loop is far behind the engine an event holds many
+    tokens, and all their text would fit into the buffers.
+    """
+    wire, asked = Wire(server.port, TAKES), body(max_tokens=MANY, stream=True, logprobs=5) | fields
     if path == PATHS[1]:
-        asked = asked | {"messages": [{"role": "user", "content": "w5 w6"}]}
+        asked = asked | {"messages": [{"role": "user", "content": "w5 w6"}], "logprobs": True, "top_logprobs": 5}
         del asked["prompt"]
     before = set(server.state.llm._paused)
     wire.post(asked, path)
     wait_for(lambda: server.state.llm._paused - before, "it is paused")
+    stuck(server)
     return wire
 
 

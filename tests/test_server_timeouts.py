@@ -9,6 +9,7 @@ from math import inf
 
 import pytest
 from server_life import (
+    WAIT_S,
     Clock,
     Wire,
     body,
@@ -17,6 +18,7 @@ from server_life import (
     metric,
     serving,
     settled,
+    stuck,
     text_of,
     tiny_model,
     under_way,
@@ -66,7 +68,8 @@ def test_an_expired_request_never_runs(folder, monkeypatch, stream, fields):
             steps.until(lambda: len(core.scheduler.running) == 1, "the first runs")
             late = body((9, 9)) | fields | {"stream": stream, "deadline_s": 1e4}
             second.post(late, headers="X-Request-Id: late\r\n")
-            steps.until(lambda: core.scheduler.num_waiting == (2 if fields else 1), "the second waits")
+            steps.hear(len(fields.get("prompt", "1")))
+            assert core.scheduler.num_waiting == (2 if fields else 1)
             clock.advance(2e4)
             steps.until(lambda: core.scheduler.num_waiting == 0, "it is ended")
             status, _, answer = second.answer()
@@ -179,7 +182,8 @@ def test_an_idle_connection_is_closed_after_its_answer_and_not_before(folder, lo
             stream.post(body(max_tokens=20, stream=True))
             steps.until(lambda: len(core.scheduler.running) == 1, "it runs")
             queued.post(body())
-            steps.until(lambda: core.scheduler.num_waiting == 1, "the other waits")
+            steps.hear()
+            assert core.scheduler.num_waiting == 1
             for _ in range(3):  # nothing is sent either way for so long
                 clock.advance(101.0)
             assert lost == []
@@ -199,8 +203,8 @@ def test_a_reader_that_stalls_for_good_is_cut_off_when_its_time_is_up(folder, lo
     with serving(folder, engine=engine, send_buffer_bytes=4096) as server:
         clock = Clock(server, monkeypatch)
         with Wire(server.port, 4096) as wire:
-            wire.post(body(max_tokens=7900, stream=True))
-            wait_for(lambda: server.state.llm._paused, "its request is paused")
+            wire.post(body(max_tokens=7900, stream=True, logprobs=5))
+            stuck(server)
             clock.advance(server.config.request_timeout_s + 1)
             wait_for(lambda: not under_way(server), "its time is up")
             settled(server)
@@ -232,7 +236,8 @@ def test_a_slow_reader_of_an_answer_that_is_complete_is_not_cut_off(folder, lost
             assert moved >= 3  # it took more than twice what a reader may stall
 
 
-def test_those_beyond_the_bound_of_connections_are_told(folder, lost):
+def test_those_beyond_the_bound_of_connections_are_told(folder, lost, monkeypatch):
+    monkeypatch.setattr(connection, "DRAIN_S", WAIT_S)  # however long this client takes to send
     with serving(folder, max_connections=3) as server:
         inside = [Wire(server.port) for _ in range(3)]
         for wire in inside:
