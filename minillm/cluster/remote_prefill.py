@@ -96,10 +96,15 @@ class RemotePrefill:
             leader.followers.append(request)
             return True
         ids = request.prompt_token_ids[:tokens]
-        machine = self.machine(
-            attempt=next(self._attempts), token_hash=token_hash(ids), num_tokens=tokens,
-            num_layers=self.layout.num_layers, expires=self.core.clock() + self.lease_s,
-        )  # fmt: skip
+        try:
+            machine = self.machine(
+                attempt=next(self._attempts), token_hash=token_hash(ids), num_tokens=tokens,
+                num_layers=self.layout.num_layers, expires=self.core.clock() + self.lease_s,
+            )  # fmt: skip
+        except MinillmError as error:  # a learner's
+            log.warning("request %s is computed here: %s", request.request_id, error)
+            self.stats.ended("recompute", "fault")
+            return False
         importer = Importer(self.cache.pool, self.layout.num_layers)
         own = _Transfer(request, peer, machine, importer, self.core.clock(), heard=peer.heard)
         self.core.hold(request)

@@ -30,17 +30,17 @@ def main(args: argparse.Namespace) -> int:
     serve_as_worker(args.model, engine)  # under torchrun, and not rank 0: does not come back
     sock = listen(config)  # before the weights are read: a port that is taken should not cost a minute
     try:
-        parts, admission = _mounted(args, engine)
+        parts, served = _mounted(args, engine, config)
         _order(engine, parts)
         tenants = make_tenants(config)  # before the weights, too; and once, so that keys and floors belong together
         if config.tenants is not None:
             engine |= _for_tenants(config, tenants, engine, parts)
-        llm, side = _load(args, config, engine, parts)
+        llm, side = _load(args, config, engine, parts, served.get("transfer"))
     except BaseException:
         sock.close()
         raise
     try:
-        return asyncio.run(_serve(args, llm, config, sock, admission, tenants, side))
+        return asyncio.run(_serve(args, llm, config, sock, served.get("admission"), tenants, side))
     finally:
         sock.close()
         llm.shutdown()
@@ -49,9 +49,9 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _load(
-    args: argparse.Namespace, config: ServerConfig, engine: dict[str, Any], parts: dict[str, Any]
+    args: argparse.Namespace, config: ServerConfig, engine: dict[str, Any], parts: dict[str, Any], machine: Any = None
 ) -> tuple[AsyncLLM, Any]:
-    """The engine, and what its role in a split needs beside it (None for role both)."""
+    """The engine, and what its role in a split needs beside it (None for role both). machine: of its transfers."""
     if config.role == "both" and config.split is None:
         return AsyncLLM(args.model, parts=parts, **engine), None
     from minillm.server import handover
@@ -65,7 +65,7 @@ def _load(
     llm = None
     try:
         llm = AsyncLLM(args.model, parts=parts, **engine)
-        return llm, handover.start(config, llm, children, door)
+        return llm, handover.start(config, llm, children, door, machine)
     except BaseException:
         if door is not None:
             door.close()
@@ -123,17 +123,24 @@ async def _serve(
     return 1 if ended else 0
 
 
-def _mounted(args: argparse.Namespace, engine: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Parts of the engine, and the admission, from the notebooks of --use. Adds the options that they need."""
+def _mounted(
+    args: argparse.Namespace, engine: dict[str, Any], config: ServerConfig
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts of the engine, and of the server, from the notebooks of --use. Adds the options that they need."""
     if not args.use:
-        return {}, None
+        return {}, {}
     from minillm.course.mount import load_all
 
     mine = load_all(args.use)
+    if "transfer" in mine.server and config.role != "decode" and config.split is None:
+        raise MinillmError(
+            f"{mine.names['transfer']} receives KV from a prefill server, and there is none: add --split 1p1d, or "
+            "--role decode with --prefill"
+        )
     mine.config({name: value for name, value in engine.items() if value != args.default_of(name)})
     engine |= mine.options
     tell(args, event="mounted", parts=mine.names, notes=mine.notes, text="\n".join(mine.lines()))
-    return mine.parts, mine.server.get("admission")
+    return mine.parts, mine.server
 
 
 def _order(engine: dict[str, Any], parts: dict[str, Any]) -> None:

@@ -200,9 +200,10 @@ def open_door(config: ServerConfig) -> Listener | None:
 
 
 def start(
-    config: ServerConfig, llm: AsyncLLM, children: Children | None = None, door: Listener | None = None
-) -> Side | None:
-    """What the role needs beside the engine. None: nothing."""
+    config: ServerConfig, llm: AsyncLLM, children: Children | None = None, door: Listener | None = None,
+    machine: Any = None,
+) -> Side | None:  # fmt: skip
+    """What the role needs beside the engine. None: nothing. machine: of `RemotePrefill`, in place of its own."""
     side = Side(llm)
     if config.role == "prefill":
         door = open_door(config) if door is None else door
@@ -211,7 +212,8 @@ def start(
         return side
     if children is None and config.role != "decode":
         return None
-    side.remote = llm.remote = RemotePrefill(llm, lease_s=config.kv_lease_s)
+    own = {} if machine is None else {"machine": machine}
+    side.remote = llm.remote = RemotePrefill(llm, lease_s=config.kv_lease_s, **own)
     if children is not None:
         for name, child in children[0].items():
             side.adopt(name, child, children[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from minillm.course.adapters import split
 from minillm.course.checks import leases as lent
 from minillm.course.checks import split_cost as cost
 from minillm.course.checks import tickets
@@ -38,7 +39,7 @@ from minillm.course.checks.transfers import (
     reserve,
     scripts,
 )  # fmt: skip
-from minillm.course.tasks import Answer, Case, Lesson, Mistake, Task, prediction
+from minillm.course.tasks import Answer, Case, Lesson, Mistake, Part, Task, prediction
 
 # 15.1 the prediction: 8e9 parameters, 32 layers, 8 KV heads of 128, 2 bytes; 8,000 tokens at 400 TFLOP/s.
 KV = 2 * 32 * 8 * 128 * 2 * 8000
@@ -318,4 +319,5 @@ LESSON = Lesson(
             mistakes=cost.COMPARE_MISTAKES,
         ),
     ],
+    parts=[Part("transfer", "15.3", split.transfer, server=True)],
 )  # fmt: skip
