@@ -26,8 +26,8 @@ from minillm.errors import MinillmError
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(p.name for p in (ROOT / "solutions").glob("*.ipynb"))
 FULL_00 = sum(t.points for t in load_lesson("00").tasks)
-SMALL = Limits(memory_mb=256)  # with the time that a slow machine may need
-PATIENT = Limits(total_s=900, cell_s=120)
+PATIENT = Limits(total_s=900, cell_s=120)  # the time that a slow machine may need
+SMALL = Limits(total_s=900, memory_mb=256)
 
 
 def changed(tmp_path: Path, change, source: str = "solutions") -> Path:
@@ -82,7 +82,7 @@ def test_fresh_exercises_earn_nothing_and_say_what_is_next():
 def test_the_score_is_the_submissions_not_the_references(tmp_path):
     """A right answer beside a wrong one: each task is scored by what this file holds."""
     path = changed(tmp_path, replace("task-00-2", "2 * m * n * k", "m * n * k"))
-    got = points(grade_file(path))
+    got = points(grade_file(path, PATIENT))
     assert got == {"00.1": 2, "00.2": 0, "00.3": 0, "00.4": 4, "00.5": 3, "00.6": 4}
 
 
@@ -237,7 +237,7 @@ BAD_CELLS = {
 @pytest.mark.parametrize("bad", BAD_CELLS)
 def test_a_bad_cell_is_named_and_the_rest_is_graded(tmp_path, bad):
     text, words = BAD_CELLS[bad]
-    limits = Limits(memory_mb=256, cell_s=2.0) if words == "did not end in time" else SMALL
+    limits = Limits(total_s=900, memory_mb=256, cell_s=2.0) if words == "did not end in time" else SMALL
     graded = grade_file(changed(tmp_path, with_cell(text)), limits)
     if bad != "garbage on the pipe":
         assert graded.points == FULL_00, (points(graded), graded.problems)
@@ -277,7 +277,7 @@ BAD_ANSWERS = {
 def test_a_bad_answer_costs_its_own_task_only(tmp_path, bad):
     line, words = BAD_ANSWERS[bad]
     # Where an answer hangs, the others have no longer than it has, and a busy machine may stand still for a while.
-    limits = Limits(total_s=300, call_s=2 if bad == "hangs" else 60, memory_mb=1024)
+    limits = Limits(total_s=900, call_s=2 if bad == "hangs" else 60, memory_mb=1024)
     graded = grade_file(changed(tmp_path, body(line)), limits)
     got = points(graded)
     assert got.pop("00.2") == 0
