@@ -23,7 +23,7 @@ class Admission:
 
     by_places = by_waiting = counts_n = with_output = idle = with_context = proves = by_ahead = first_free = True
     knows_prompts = heeds_deadline = at_least_one = leaves_room = rounds_up = takes_turns = True
-    limit_included = deadline_included = shorter = True
+    limit_included = deadline_included = heeds_zero = shorter = True
     hopeless: Any = None
     unknown: float | None = None
 
@@ -61,6 +61,7 @@ class Admission:
             if self.by_waiting and queue["waiting_tokens"] + tokens > self.max_waiting_tokens:
                 return 429, "the queue is full: those that wait hold too many tokens", self._told(wait)
         deadline = ask["deadline_s"] if self.heeds_deadline else None
+        deadline = deadline if deadline or self.heeds_zero else None
         if deadline is not None and wait is not None:
             late = wait > deadline if self.deadline_included else wait >= deadline
             if late:

@@ -46,7 +46,7 @@ LESSON = Lesson(
                 Case("attention with KV heads held twice", lambda: (12, 3, 8, 6), run=sharded.attention_of,
                      why="query head h looks at KV head h // (heads / KV heads), on whatever rank it is"),
                 Case("what does not split",
-                     lambda: ([(9, 3, 2), (12, 4, 2), (12, 4, 6), (8, 2, 3), (8, 2, 8), (12, 6, 4)],),
+                     lambda: ([(9, 3, 2), (12, 4, 2), (12, 4, 6), (8, 2, 3), (8, 2, 8), (12, 6, 4), (6, 2, 4)],),
                      run=sharded.refused, points=2,
                      why="heads are whole: a ValueError at the door is better than a wrong answer",
                      hint="raise a ValueError unless heads % size == 0, and KV heads % size or size % KV heads is 0"),
@@ -75,6 +75,8 @@ LESSON = Lesson(
                 Mistake("each KV head once: the queries of a group share it", partial(qkv_with, keys="twice")),
                 Mistake("q, then k, then v", partial(qkv_with, order="qvk")),
                 Mistake("sizes that do not divide must be refused with a ValueError", partial(qkv_with, judged=False)),
+                Mistake("KV heads that fit are not enough: 6 query heads on 4 ranks leave 2 to nobody",
+                        partial(qkv_with, counted=False)),
             ],
         ),
         Task(
@@ -153,6 +155,8 @@ LESSON = Lesson(
                 Mistake("the second round passes finished chunks on: they replace what is there, nothing is added",
                         partial(ring_with, again=True)),
                 Mistake("pass on what you have just added to, not your own part of it", partial(ring_with, fresh=True)),
+                Mistake("the sum is kept nowhere: `a = a + b` makes a new tensor and leaves the chunk as it was; put "
+                        "the sum into the chunk, which leaves in the next step", partial(ring_with, lost=True)),
                 Mistake("one step short: N - 1 in each round", partial(ring_with, steps=1)),
                 Mistake("the last numbers are in no chunk", partial(ring_with, even=True)),
                 Mistake("the sum, not the mean", partial(ring_with, mean=True)),

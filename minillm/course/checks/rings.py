@@ -16,9 +16,11 @@ def ring_all_reduce(group: Any, x: Tensor) -> Tensor:
 def ring_with(
     group: Any, x: Tensor, *, scatter: int = 0, gather: int = 1, adds: bool = True, steps: int = 0,
     gathers: bool = True, even: bool = False, mean: bool = False, again: bool = False, fresh: bool = False,
+    lost: bool = False,
 ) -> Tensor:  # fmt: skip
     """scatter, gather: which chunk, counted from the rank's own, leaves first. The other flags make wrong ones, too:
-    again adds in the second round as well, fresh sends the rank's own chunks in the first, not what it has added.
+    again adds in the second round as well, fresh sends the rank's own chunks in the first, not what it has added;
+    lost adds, and keeps the sum nowhere.
     """
     n, me = group.size, group.rank
     flat = x.flatten().clone()
@@ -31,7 +33,8 @@ def ring_with(
     def step(out: int, back: int, add: bool, first: bool = False) -> None:
         group.send((own if fresh and first else chunks)[out % n], (me + 1) % n)
         got = group.recv(torch.empty_like(chunks[back % n]), (me - 1) % n)
-        chunks[back % n].copy_(got + chunks[back % n] if add else got)
+        if not (lost and add):
+            chunks[back % n].copy_(got + chunks[back % n] if add else got)
 
     for s in range(n - 1 - steps):
         step(me - s + scatter, me - s - 1 + scatter, adds, first=True)

@@ -26,6 +26,7 @@ def latencies_with(
     chunks_as_tokens: bool = False, ones: bool = False, divided: bool = False, mean_of_means: bool = False,
     keep_failed: bool = False, all_count: bool = False, own_time: bool = False, share: bool = False,
     either: bool = False, strict: bool = False, no_tpot_fails: bool = False, to_end: bool = False,
+    one_chunk: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The reference; each flag is a slip."""
     there = [r for r in requests if r["chunks"] and (keep_failed or r["status"] == 200)]
@@ -35,6 +36,7 @@ def latencies_with(
         n = len(times) if chunks_as_tokens else sum(k for _, k in r["chunks"])
         gaps = [(b - a) / (k if divided else 1) for a, b, (_, k) in zip(times, times[1:], r["chunks"][1:])]
         tpot = (times[-1] - times[0]) / max(1, n - less) if n > 1 else 0.0 if ones else None
+        tpot = None if one_chunk and len(times) < 2 else tpot
         rows.append((times[0] - r[since], gaps, tpot, (r["end"] if to_end else times[-1]) - r[since]))
     gaps = [gap for _, some, _, _ in rows for gap in some]
     means = [sum(some) / len(some) for _, some, _, _ in rows if some]
@@ -87,6 +89,11 @@ def schedule(seed: int, late: bool = False, merged: bool = False, ones: bool = F
         made.append(answered(100 + i * 0.25, wait, rng.randint(50, 800) / TICK, gaps, tokens))
     made.insert(3, refused(100.5, 3 / TICK))
     return made
+
+
+def merged(seed: int) -> list[Stamps]:
+    """Chunks of one token and of three, and a last answer that came all at once."""
+    return [*schedule(seed, merged=True), answered(102.0, 0.0, 0.25, [], [3])]
 
 
 def at_the_bound() -> list[Stamps]:

@@ -21,9 +21,9 @@ def shard_qkv(w: Tensor, num_heads: int, num_kv_heads: int, head_dim: int, rank:
 
 def qkv_with(
     w: Tensor, heads: int, kv: int, d: int, rank: int, size: int, *, queries: str = "block", keys: str = "block",
-    order: str = "qkv", judged: bool = True,
+    order: str = "qkv", judged: bool = True, counted: bool = True,
 ) -> Tensor:  # fmt: skip
-    if judged and (heads % size or (kv % size and size % kv)):
+    if judged and ((counted and heads % size) or (kv % size and size % kv)):
         raise ValueError(f"{heads} heads and {kv} KV heads do not split over {size} ranks")
     if queries == "rows":  # of the whole matrix
         return w.chunk(size)[rank]

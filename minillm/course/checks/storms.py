@@ -61,8 +61,13 @@ class Memory:
                 )
             self.written |= {(action[1], t) for t in range(action[2], action[2] + action[3])}
         elif what == "resume":
+            if not self.mine:
+                raise Wrong(
+                    f"it resumes on blocks that are not its own any more {told}",
+                    "what is loaded is not given back: the blocks are the request's from now on",
+                )
             missing = LAYERS * TOKENS - len(self.written)
-            if not self.mine or missing:
+            if missing:
                 raise Wrong(
                     f"it resumes on {missing} token positions that were never written {told}",
                     "count what is there, by layer and token, before `done` is believed",

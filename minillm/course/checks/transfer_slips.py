@@ -163,6 +163,11 @@ MISTAKES = [
     Mistake("num_tokens in `reserve` is what was promised: compare it", transfer(lengths=False)),
     Mistake("no room is a no: blocks cannot be held", transfer(rooms=False)),
     Mistake("a corrupt piece was counted: a wrong checksum fails", transfer(judges=False)),
+    Mistake(
+        "a wrong checksum fails, also where the piece seems to be there already: its layer and start may be what "
+        "has changed",
+        transfer(judges_first=False),
+    ),
     Mistake("a piece is missing before this one: fail", transfer(gaps=False)),
     Mistake("a piece that is there already counts once, and is not written again", transfer(knows_twice=False)),
     Mistake("resumed before all layers were there", transfer(counts=False)),

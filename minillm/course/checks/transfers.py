@@ -21,7 +21,7 @@ class DecodeTransfer:
 
     attempts = epochs = hashes = lengths = rooms = gives_back = gives_back_on_cancel = judges = counts = leases = True
     knows_twice = once_held = ends_on_loss = gives_way = inclusive = tells = all_layers = gaps = True
-    stays_loaded = stays_ended = leases_first = early = accepts_epoch = cancels = True
+    stays_loaded = stays_ended = leases_first = early = accepts_epoch = cancels = judges_first = True
     renews = False
 
     def __init__(self, attempt: int, token_hash: str, num_tokens: int, num_layers: int, expires: float):
@@ -79,6 +79,8 @@ class DecodeTransfer:
 
     def piece(self, event: Event) -> list[Action]:
         layer, start, count = event["layer"], event["start"], event["count"]
+        if start < self.there[layer] and not self.judges_first:
+            return []
         if not event["ok"] and self.judges:
             return self.fail()
         if start > self.there[layer] and self.gaps:
