@@ -20,6 +20,7 @@ from typing import Any
 from minillm.errors import MinillmError
 
 LINES_KEPT, LINES_TOLD = 200, 4  # of what it writes to its standard error
+LAST_WORDS_S = 5.0  # in which they are read, when it has ended: another process may hold the pipe open
 KILLED_S = 10.0  # in which a killed process must be gone: one that hangs in a driver cannot be killed
 _ALIVE: weakref.WeakSet[Child] = weakref.WeakSet()
 
@@ -66,7 +67,7 @@ class Child:
                 self._signal(signal.SIGKILL)
         self.process.wait()  # no zombie stays
         for reader in readers:
-            reader.join(1.0)  # its last words
+            reader.join(LAST_WORDS_S)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None and not any(r.is_alive() for r in readers):
                 with contextlib.suppress(OSError):

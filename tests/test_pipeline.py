@@ -135,7 +135,7 @@ def test_what_cannot_be_scheduled_is_refused():
 
 
 def run_paced(seconds, work=paced, clock="virtual"):
-    return gathered(run_threads(len(seconds), lambda group: work(group, seconds, clock), timeout_s=5))
+    return gathered(run_threads(len(seconds), lambda group: work(group, seconds, clock), timeout_s=60))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

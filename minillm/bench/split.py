@@ -45,7 +45,7 @@ STREAMS = {"cpu": 3, "cuda": 16}  # that decode while the prompt comes
 SHORT, LONG = 16, 400  # tokens of those streams: their prompts, and what they would write; they are left before
 NEW = 12  # tokens of the prompt's answer
 BUDGET = {"cpu": 512, "cuda": 2048}  # tokens a step
-PATIENCE = 120.0  # seconds until the other process is ready
+PATIENCE = 300.0  # seconds until the other process is ready
 SETTLE = 30.0
 BLOCK = 16
 SIDES = ("together", "split")
@@ -120,7 +120,7 @@ class Split:
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -30,7 +30,7 @@ from minillm.roofline.evidence import seconds
 
 TOKENS = {"cpu": (64, 512), "cuda": (256, 1024, 4096)}
 BLOCK = 16
-PATIENCE = 60.0
+PATIENCE = 300.0
 PROBE = 32 << 20  # bytes of the copy that stands for a ring: as large as the window
 
 
@@ -122,7 +122,7 @@ class KVTransfer:
         if (process := getattr(self, "process", None)) is None:
             return
         try:
-            process.wait(5)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

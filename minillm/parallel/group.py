@@ -199,7 +199,7 @@ class _ThreadWorld:
 
 
 def run_threads(
-    size: int, work: Callable[[Group], Any], timeout_s: float = 20.0, rendezvous: bool = False
+    size: int, work: Callable[[Group], Any], timeout_s: float = 60.0, rendezvous: bool = False
 ) -> list[Any]:
     """work(group) on every rank of a world of threads; what each returned, by rank.
 

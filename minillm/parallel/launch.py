@@ -34,10 +34,11 @@ from minillm.parallel.processes import CAUSE_S, cause, child_environment, loopba
 from minillm.parallel.ranks import Ranks
 from minillm.parallel.shard import Place
 
-START_S = 120.0  # in which the other ranks must have come
+START_S = 300.0  # in which the other ranks must have come
 MEET = timedelta(seconds=60)  # in which ranks that have come must find each other
 FOREVER = timedelta(days=30)  # an idle rank waits for the next step; a rank that dies closes its connections
 LOOK_S = 0.1
+NOTICED_S = 10.0  # in which the end of a process is, after a collective that failed because of it
 BEAT_S = 1.0  # how often a rank is heard of
 STILL, STILL_S = "MINILLM_STILL_S", 30.0  # how long it may say nothing, where that variable says nothing else
 QUIET_NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -268,7 +269,7 @@ class Launched:
 
     def why(self, error: RankLost) -> RankLost:
         """What is behind a collective that failed: the process that has ended, if there is one."""
-        deadline = time.monotonic() + 3.0 + CAUSE_S
+        deadline = time.monotonic() + NOTICED_S + CAUSE_S
         while self._children and self.lost is None and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         return self.lost or error

@@ -62,7 +62,7 @@ def cause(failed: Callable[[], list[C]]) -> C | None:
 
 def run_processes(
     size: int, function: str, arguments: dict[str, Any] | None = None, *, backend: str = "gloo",
-    timeout_s: float = 120.0, threads: int = 1,
+    timeout_s: float = 600.0, threads: int = 1,
 ) -> list[Any]:  # fmt: skip
     """What `function` returned on ranks 0 to size - 1.
 

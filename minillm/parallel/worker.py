@@ -48,10 +48,10 @@ def serve(folder: Path, config: EngineConfig, whole: ModelConfig, rank: int, sto
         dtype = dtype_name(pick_dtype(config.dtype, whole.dtype, torch.device(device)))
         ranks = Ranks(place, config, whole, device, dtype)
         model = load_transformer(folder, whole, config, torch.device(device), ranks)
+        if store is None:  # before the last word with rank 0: its engine may be there, and told to end, right after it
+            _leave_signals_to_rank_0()
         pool = make_pool(model, config, ranks)
         executor = StageExecutor(model, make_attention(config.attention_backend, model, pool), ranks.world, place)
-        if store is None:
-            _leave_signals_to_rank_0()
         while (numbers := messages.hear(ranks.world))[0] != messages.END:
             if numbers[0] == messages.STEP:
                 executor.step(messages.decode(numbers[1:], model.device))

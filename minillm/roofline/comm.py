@@ -183,7 +183,7 @@ CALLS = 10  # all-reduces in a row that are timed together
 
 
 def measure(
-    ranks: int = 2, sizes: Sequence[int] = SIZES, repeats: int = 30, *, backend: str = "gloo", timeout_s: float = 120.0
+    ranks: int = 2, sizes: Sequence[int] = SIZES, repeats: int = 30, *, backend: str = "gloo", timeout_s: float = 600.0
 ) -> list[Sample]:
     """Seconds of an all-reduce of fp32 tensors of these bytes between real processes of this machine: medians.
 
