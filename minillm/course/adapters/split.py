@@ -102,7 +102,7 @@ class TransferPart:
                 return self._do(said | {"room": found}, now, "no_room", found) if said else []
             case t.PieceCame(part):
                 said = {name: getattr(part, name) for name in ("attempt", "epoch", "layer", "start", "count")}
-                return self._do(said | {"what": "piece", "ok": part.intact}, now, "piece")
+                return self._do(said | {"what": "piece", "ok": part.intact}, now, "gap" if part.intact else "corrupt")
             case t.DoneCame(attempt, epoch):
                 return self._do({"what": "done", "attempt": attempt, "epoch": epoch}, now, "gap")
             case t.Refused(attempt, _):
@@ -129,8 +129,8 @@ class TransferPart:
                 case ("resume", int(tokens)):
                     actions.append(t.Load(tokens))
                 case ("recompute",):
-                    self.reason = reason
-                    actions.append(t.Recompute(reason))
+                    self.reason = "lease" if now >= self.expires else reason
+                    actions.append(t.Recompute(self.reason))
                 case _:
                     raise MinillmError(f"feed: {action!r:.60} is no action of the exercise")
         if not actions and state == self.state and event["what"] != "tick":
