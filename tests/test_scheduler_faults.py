@@ -397,7 +397,7 @@ def streams(folder):
 
 
 def run(work):
-    return asyncio.run(asyncio.wait_for(work, 60))
+    return asyncio.run(asyncio.wait_for(work, 120))
 
 
 async def last(stream):
@@ -405,9 +405,7 @@ async def last(stream):
 
 
 async def settled(llm):
-    for _ in range(500):
-        if not llm.core.outputs and llm._commands.empty():
-            break
+    while llm.core.outputs or not llm._commands.empty():  # `run` says when it has waited too long
         await asyncio.sleep(0.01)
     llm.engine.cache.check()
     assert llm.engine.cache.num_live == 0

@@ -293,7 +293,7 @@ def child(code, **env):
     ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")} | env
     return subprocess.run(
-        command, cwd=os.path.dirname(__file__), env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=os.path.dirname(__file__), env=environment, capture_output=True, text=True, timeout=600
     )
 
 
