@@ -407,6 +407,10 @@ async def last(stream):
 async def settled(llm):
     while llm.core.outputs or not llm._commands.empty():  # `run` says when it has waited too long
         await asyncio.sleep(0.01)
+    heard = threading.Event()
+    llm.call(heard.set)  # between steps: an end that is under way in the engine's thread is over then
+    while not heard.is_set():
+        await asyncio.sleep(0.01)
     llm.engine.cache.check()
     assert llm.engine.cache.num_live == 0
     assert not llm.core.outputs
