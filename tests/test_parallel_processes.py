@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
 import json
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +23,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from disagg_pair import until
 
 from minillm import LLM, AsyncLLM, EngineConfig, MinillmError, ModelConfig, SamplingParams, cli
 from minillm.errors import EngineLost
@@ -165,7 +166,10 @@ def listeners():
     found = set()
     for pid in [os.getpid(), *children()]:
         links = [os.path.join(f"/proc/{pid}/fd", n) for n in os.listdir(f"/proc/{pid}/fd")]
-        own = {os.readlink(link) for link in links if os.path.islink(link)}
+        own = set()
+        for link in links:
+            with contextlib.suppress(OSError):  # it is closed by now
+                own.add(os.readlink(link))
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
@@ -183,16 +187,22 @@ def test_nobody_outside_can_speak_to_the_ranks_and_nothing_is_kept(embedded_fold
     model = weakref.ref(llm.engine.model)
     llm.shutdown()
     del llm
-    gc.collect()
-    assert model() is None
+    until(lambda: gc.collect() >= 0 and model() is None)  # a thread of it may be on its way out
+
+
+LIMIT_S = 600.0  # of a machine that is busy with other things, or stood still; what is waited for takes far less
 
 
 async def signal_at_the_second_token(llm, victim, number):
-    async for output in llm.generate("Once", SamplingParams(max_tokens=200, ignore_eos=True)):
-        if len(output.outputs[0].token_ids) == 2:
-            os.kill(victim, number)
+    """A reader that is late sees several tokens at once."""
+    sent = False
+    async for output in llm.generate("Once", SamplingParams(max_tokens=240, ignore_eos=True)):
+        if len(output.outputs[0].token_ids) >= 2 and not sent:
             assert llm.dead is None
-            llm.engine.spread.launched.still_s = 1.0  # not before: a rank that runs may be late
+            os.kill(victim, number)
+            sent = True
+            if number == signal.SIGSTOP:  # not before: a rank that runs may be late
+                llm.engine.spread.launched.still_s = 1.0
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["in a step", "while nobody asks"])
@@ -203,9 +213,7 @@ def test_a_dead_rank_ends_everybody_with_its_name_and_reason(embedded_folder, bu
             victim = llm.engine.spread.launched._children[1].process.pid
             if not busy:
                 os.kill(victim, signal.SIGKILL)
-                deadline = time.monotonic() + 30
-                while llm.dead is None and time.monotonic() < deadline:
-                    await asyncio.sleep(0.05)
+                await asyncio.to_thread(until, lambda: llm.dead is not None)
             told = rf"the engine has ended: rank 2 \(process {victim}\) was ended by SIGKILL"
             with pytest.raises(MinillmError, match=told):
                 await signal_at_the_second_token(llm, victim, signal.SIGKILL)
@@ -214,7 +222,7 @@ def test_a_dead_rank_ends_everybody_with_its_name_and_reason(embedded_folder, bu
             llm.shutdown()
         assert not children()
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 def test_an_engine_whose_rank_stands_still_can_be_shut_down(embedded_folder):
@@ -225,9 +233,11 @@ def test_an_engine_whose_rank_stands_still_can_be_shut_down(embedded_folder):
         victim = llm.engine.spread.launched._children[0].process.pid
 
         async def stop_at_the_second_token():
-            async for output in llm.generate("Once", SamplingParams(max_tokens=200, ignore_eos=True)):
-                if len(output.outputs[0].token_ids) == 2:
+            stopped = False
+            async for output in llm.generate("Once", SamplingParams(max_tokens=240, ignore_eos=True)):
+                if len(output.outputs[0].token_ids) >= 2 and not stopped:
                     os.kill(victim, signal.SIGSTOP)
+                    stopped = True
                     await asyncio.to_thread(llm.shutdown, 0.5)
 
         try:
@@ -238,7 +248,7 @@ def test_an_engine_whose_rank_stands_still_can_be_shut_down(embedded_folder):
         assert not llm._thread.is_alive()
         assert not children()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 def test_a_rank_that_stands_still_ends_everybody_with_its_name(embedded_folder):
@@ -252,7 +262,7 @@ def test_a_rank_that_stands_still_ends_everybody_with_its_name(embedded_folder):
             await asyncio.to_thread(llm.shutdown)
         assert not children()
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 def test_silence_is_counted_while_we_run_ourselves():
@@ -390,13 +400,10 @@ def test_a_server_ends_with_the_rank_and_the_others_end_with_it(embedded_folder)
             told = json.loads(server.stdout.readline())
             assert told["event"] == "ended"
             assert f"(process {victim}) was ended by SIGKILL" in told["text"]
-            assert server.wait(60) == 1
+            assert server.wait(LIMIT_S) == 1
         finally:
             server.kill()
-    gone_by = time.monotonic() + 30
-    while children() and time.monotonic() < gone_by:
-        time.sleep(0.1)
-    assert not children()
+    until(lambda: not children())
 
 
 def test_workers_of_a_killed_driver_end(embedded_folder):
@@ -409,10 +416,7 @@ def test_workers_of_a_killed_driver_end(embedded_folder):
         assert len(children()) == 2
         driver.kill()
         driver.wait()
-    gone_by = time.monotonic() + 30
-    while children() and time.monotonic() < gone_by:
-        time.sleep(0.1)
-    assert not children()
+    until(lambda: not children())
 
 
 def test_under_torchrun(embedded_folder, alone, tmp_path):
@@ -434,10 +438,30 @@ def test_under_torchrun(embedded_folder, alone, tmp_path):
     """)
     )
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run([*run, "3", str(script)], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([*run, "3", str(script)], capture_output=True, text=True, timeout=LIMIT_S)
     told = [line for line in done.stdout.splitlines() if line.startswith("TOKENS")]
     assert told == [f"TOKENS {alone['greedy']}"], done.stderr[-2000:]
     assert done.returncode == 0
+
+
+def test_under_torchrun_a_rank_leaves_signals_to_rank_0_before_that_has_its_engine(embedded_folder, monkeypatch):
+    """Rank 0 may be told to end as soon as it has one, which is after the ranks have agreed on their pools."""
+    did = []
+    for owner, name in ((launch, "join"), (launch, "leave"), (worker, "Ranks"), (worker, "load_transformer")):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    monkeypatch.setattr(worker, "_leave_signals_to_rank_0", lambda: did.append("signals"))
+
+    def agree(*_):
+        raise EngineLost(f"agreed after {did}")
+
+    monkeypatch.setattr(worker, "make_pool", agree)
+    config = EngineConfig(tensor_parallel_size=3, device="cpu", threads=1)
+    model = ModelConfig.from_folder(embedded_folder)
+    with pytest.raises(EngineLost, match=r"agreed after \['signals'\]"):
+        worker.serve(embedded_folder, config, model, 1)
+    did.clear()
+    with pytest.raises(EngineLost, match=r"agreed after \[\]"):  # rank 0 has started it, and ends it
+        worker.serve(embedded_folder, config, model, 1, store="where the ranks meet")
 
 
 def test_as_many_processes_as_ranks(embedded_folder, monkeypatch, capsys):
@@ -492,7 +516,7 @@ def test_a_rank_that_fails_on_its_way_is_told_and_nobody_waits(embedded_folder, 
         fails(embedded_folder, "code 2: .* has no model.safetensors")
 
 
-def test_an_interrupt_in_the_middle_leaves_an_engine_that_goes_on(embedded_folder, alone):
+def test_an_interrupt_in_the_middle_leaves_an_engine_that_goes_on(embedded_folder, alone, ctrl_c):
     """A notebook's stop button."""
     llm = LLM(embedded_folder, **SMALL, tensor_parallel_size=3)
     try:
