@@ -233,6 +233,8 @@ def test_a_prefill_server_refuses_completions_in_words_and_tells_its_health(fold
             assert "decode server" in error["message"]
         for path in ("/health", "/ready", "/metrics"):
             assert urllib.request.urlopen(server.url + path).status == 200
+        with pytest.raises(urllib.error.HTTPError, match="404"):  # a page whose every message could only be refused
+            urllib.request.urlopen(server.url + "/")
 
 
 def samples(side):

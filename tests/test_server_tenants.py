@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minillm.errors import MinillmError
+from minillm.server.app import make_tenants
 from minillm.server.buckets import MINUTE_S, SLACK_S, Quota, TokenBucket
+from minillm.server.config import ServerConfig
 from minillm.server.errors import ApiError
 from minillm.server.tenants import CLASSES, FIELDS, Tenant, Tenants
 
@@ -210,6 +212,19 @@ def test_an_open_server_may_have_an_admin_key():
     assert tenants.admin(f"Bearer {CANARY}").admin
     with pytest.raises(ApiError, match="not known"):
         tenants.admin("Bearer sk-somebody")
+
+
+def test_a_file_of_tenants_may_have_an_admin_key_beside_it(tmp_path):
+    path = tmp_path / "tenants.toml"
+    path.write_text(GOOD, encoding="utf-8")
+    tenants = make_tenants(ServerConfig(tenants=path, admin_key="adm-beside-the-file"))
+    assert tenants.tenants == load(tmp_path, GOOD).tenants
+    assert tenants.admin("Bearer adm-beside-the-file").admin
+    with pytest.raises(ApiError, match="is not one"):
+        tenants.admin(f"Bearer {CANARY}")
+    with pytest.raises(MinillmError, match="a key of its own") as caught:
+        Tenants.from_toml(path, CANARY)
+    assert "canary" not in str(caught.value)
 
 
 def test_single_keys():

@@ -480,3 +480,13 @@ import sys, minillm.trace.client, minillm.cli
 sys.exit(str([m for m in {heavy.split()} if m in sys.modules]))"""
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=False, timeout=60)
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(("status", "words"), [(401, "api_key"), (403, "api_key"), (404, "names no model")])
+def test_a_server_that_names_no_model_says_why(status, words, monkeypatch):
+    async def get(self, path):
+        return status, b'{"error": {"message": "no"}}'
+
+    monkeypatch.setattr(Client, "get", get)
+    with pytest.raises(MinillmError, match=words):
+        asyncio.run(Client("http://127.0.0.1:9").first_model())

@@ -85,7 +85,7 @@ def make_app(
 def make_tenants(config: ServerConfig) -> Tenants:
     """Who is let in. Raises MinillmError for a tenants file, or a key, that cannot be used."""
     if config.tenants is not None:
-        return Tenants.from_toml(config.tenants)
+        return Tenants.from_toml(config.tenants, config.admin_key)
     return Tenants.single(config.api_key, config.admin_key) if config.api_key else Tenants.open(config.admin_key)
 
 

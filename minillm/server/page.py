@@ -99,7 +99,7 @@ def add_page(app: FastAPI, state: State) -> Timeline:
 
         return send
 
-    for path in FILES:
+    for path in FILES if state.config.role != "prefill" else ():  # which answers nobody's messages
         app.add_api_route(path, file(path), include_in_schema=False, response_class=Response)
 
     @app.get("/timeline", summary="What the latest steps computed.", **documented(TIMELINE, 400, 401))

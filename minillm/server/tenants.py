@@ -73,7 +73,7 @@ class Tenants:
     @classmethod
     def open(cls, admin_key: str | None = None) -> Tenants:
         """No keys: everybody is the tenant "", whatever key they send. Only the holder of admin_key is admin."""
-        return cls([Tenant()], _admin_keys(admin_key))
+        return cls([Tenant()], _with_admin({}, admin_key))
 
     @classmethod
     def single(cls, key: str | Sequence[str], admin_key: str | None = None) -> Tenants:
@@ -83,14 +83,11 @@ class Tenants:
             digests[_digest_of(k, f"the API key number {i + 1}")] = tenant
         if not digests:
             raise MinillmError("no API key was given; give one, or none at all for an open server")
-        admins = _admin_keys(admin_key)
-        if admins.keys() & digests.keys():
-            raise MinillmError("the admin key is an API key too; give the admin a key of its own")
-        return cls([tenant], digests | admins)
+        return cls([tenant], _with_admin(digests, admin_key))
 
     @classmethod
-    def from_toml(cls, path: str | os.PathLike[str]) -> Tenants:
-        """Raises MinillmError naming the file and the entry, never what stands there."""
+    def from_toml(cls, path: str | os.PathLike[str], admin_key: str | None = None) -> Tenants:
+        """Keys of the file, and admin_key beside them. Raises MinillmError naming the place, never what stands there."""
         fault = None
         try:
             document = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
@@ -105,7 +102,8 @@ class Tenants:
             fault = "it is nested too deeply"
         if fault is not None:  # outside of except: an exception keeps the one it arose from, and that one the text
             raise MinillmError(f"{path}: {fault}")
-        return cls(*_read(document, str(path)))
+        tenants, digests = _read(document, str(path))
+        return cls(tenants, _with_admin(digests, admin_key))
 
     @property
     def has_keys(self) -> bool:
@@ -162,8 +160,13 @@ def _digest_of(key: Any, where: str) -> bytes:
     return _digest(key)
 
 
-def _admin_keys(key: str | None) -> dict[bytes, Tenant]:
-    return {} if key is None else {_digest_of(key, "the admin key"): Tenant(admin=True)}
+def _with_admin(digests: dict[bytes, Tenant], key: str | None) -> dict[bytes, Tenant]:
+    if key is None:
+        return digests
+    digest = _digest_of(key, "the admin key")
+    if digest in digests:
+        raise MinillmError("the admin key is an API key too; give the admin a key of its own")
+    return digests | {digest: Tenant(admin=True)}
 
 
 # The file --------------------------------------------------------------------------------------------------------

@@ -146,6 +146,11 @@ class Client:
         try:
             return str(json.loads(body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError, RecursionError):
+            if status in (401, 403):
+                raise MinillmError(
+                    f"{self.host}:{self.port} does not know the key it was given, or was given none (status {status}); "
+                    "give one that it knows as api_key (--api-key)"
+                ) from None
             raise MinillmError(f"/v1/models names no model (status {status}); give one") from None
 
     async def send(
