@@ -87,7 +87,7 @@ class Tenants:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], admin_key: str | None = None) -> Tenants:
-        """Keys of the file, and admin_key beside them. Raises MinillmError naming the place, never what stands there."""
+        """Keys of the file, and admin_key beside them. Raises MinillmError naming the entry, never what it says."""
         fault = None
         try:
             document = tomllib.loads(Path(path).read_bytes().decode("utf-8"))
