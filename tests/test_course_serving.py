@@ -183,7 +183,7 @@ def served(folder):
         with (
             AsyncLLM(folder, **mounted.config(SMALL | {"max_num_seqs": 1}), parts=mounted.parts) as llm,
             LocalServer(llm, admission=mounted.server["admission"], max_queued_requests=1) as server,
-            httpx.Client(base_url=server.url, timeout=60) as client,
+            httpx.Client(base_url=server.url, timeout=600) as client,
         ):
             yield server, client, seen
     finally:
@@ -200,13 +200,13 @@ def test_the_live_server_refuses_with_429_and_says_when(served):
     server, client, seen = served
     core, go = server.state.llm.core, threading.Event()
     step = core.step
-    core.step = lambda: (go.wait(60), step())[1]
+    core.step = lambda: (go.wait(600), step())[1]
     try:
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(completion, client) for _ in range(6)]
-            early = [f.result().status_code for f in itertools.islice(as_completed(asked, 60), 4)]
+            early = [f.result().status_code for f in itertools.islice(as_completed(asked, 600), 4)]
             go.set()
-            said = [f.result(60) for f in asked]
+            said = [f.result(600) for f in asked]
     finally:
         go.set()
         core.step = step
