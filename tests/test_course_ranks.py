@@ -9,7 +9,7 @@ import pytest
 import torch
 from disagg_pair import until
 
-from minillm.course import grade
+from minillm.course import grade, ranks
 from minillm.course import notebook as nbk
 from minillm.course.candidate import Candidate, CandidateError, NotAttempted, OverTimeError, local
 from minillm.course.ranks import KINDS, RanksStuck, run
@@ -106,6 +106,22 @@ def test_a_rank_that_never_ends_is_ended():
     with pytest.raises(OverTimeError):
         local(spins, 0.2).on_ranks([[]] * 3, KINDS)
     until(lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_time_limit_that_rings_before_the_end_has_begun_leaves_no_rank_behind(monkeypatch):
+    """On a busy machine it rings again, after it has broken the ranks off and before anybody has told them."""
+    end, rings = ranks.World.end, [OverTimeError("again")]
+
+    def late(world):
+        if rings:
+            raise rings.pop()
+        end(world)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(ranks.World, "end", late)
+    with pytest.raises(OverTimeError, match="again"):
+        run(leaves_one_out, [[]] * 3, KINDS)
+    until(lambda: set(threading.enumerate()) <= before, seconds=20.0)
 
 
 def test_stubs_errors_and_changed_inputs_are_told():

@@ -40,7 +40,14 @@ def run(function: Callable[..., Any], args: Sequence[Sequence[Any]], only: Seque
     try:
         return world.run(lambda rank: function(Group(world, rank), *args[rank])), world.said
     finally:
-        world.end()
+        rung = None
+        while not world.ended:  # the time limit may ring again before the end has begun
+            try:
+                world.end()
+            except BaseException as error:
+                rung = error
+        if rung is not None:
+            raise rung
 
 
 class World:
@@ -50,7 +57,7 @@ class World:
         self.size, self.only = size, tuple(only)
         self.said: list[list[list[Any]]] = [[] for _ in range(size)]
         self.waits: list[tuple[Any, ...] | None] = [None] * size
-        self.done, self.over = [False] * size, False
+        self.done, self.over, self.ended = [False] * size, False, False  # ended: all threads are told
         self.given: list[Any] = [None] * size  # to the collective that a rank waits in
         self.wires: dict[tuple[int, int], deque[Tensor]] = {}
         self._go = [threading.Semaphore(0) for _ in range(size)]
@@ -140,6 +147,7 @@ class World:
                 told += 1
             except BaseException as error:
                 rung = error
+        self.ended = True
         if rung is not None:
             raise rung
 
