@@ -312,6 +312,32 @@ def test_where_a_full_step_is_too_long_who_is_undisturbed_keeps_the_bound(engine
     assert ok[0] >= model.ATTAINMENT > ok[1]
 
 
+# (prefill, engines, prompt, output, ITL): a step is too long beside more decodes than there are on average
+FILLED = [(0, 1, 512, 100, 0.006), (0, 2, 1024, 256, 0.0065), (1, 2, 2048, 100, 0.0055), (1, 3, 512, 256, 0.005)]
+
+
+@pytest.mark.parametrize(("prefill", "engines", "prompt", "output", "itl"), FILLED)
+def test_a_gap_is_too_long_for_those_beside_whom_an_engine_fills(prefill, engines, prompt, output, itl, monkeypatch):
+    """In time at the prediction less the tolerance, late above it. The mean alone would say a quarter more."""
+    engine = Engine(preset("llama-3.1-8b"), device("h100"), max_num_seqs=128, budgets=(256,))
+    load, slo = Workload(prompt, output), SLO(ttft_s=1.0, tpot_s=itl, itl_s=itl)
+
+    def pool():
+        steps = Steps(engine, load)
+        decode = engines - prefill
+        return split_pool(steps, prefill, decode, slo, WIRE) if prefill else colocated_pool(steps, engines, slo)
+
+    found = pool()
+    ok = [
+        paced_run(engine, found, WIRE, load, factor * found.goodput, 600, 9).attained(slo)
+        for factor in (1 / (1 + TOLERANCE), 1 / (1 - TOLERANCE))
+    ]
+    assert ok[0] >= model.ATTAINMENT > ok[1]
+    monkeypatch.setattr(model, "_calm", lambda n, r, most: float(r <= most))
+    late = pool().goodput / (1 + TOLERANCE)
+    assert paced_run(engine, found, WIRE, load, late, 600, 9).attained(slo) < model.ATTAINMENT
+
+
 def test_the_search_finds_the_last_good_rate():
     for edge, near in ((10.0, 10.0), (10.0, 3.0), (10.0, 40.0), (0.5, 49.0)):
         assert edge / 1.03 <= highest(lambda r, e=edge: r <= e, near) <= edge

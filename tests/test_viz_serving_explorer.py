@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 
 from minillm.errors import MinillmError
 from minillm.trace.latency import Stamps, summarize
 from minillm.viz import style
-from minillm.viz.serving_explorer import felt_explorer, felt_figure
+from minillm.viz.serving_explorer import apart, felt_explorer, felt_figure
 
 RUN = [
     *(Stamps(t, t, ((t + wait, 1), (t + wait + 1, 1)), t + wait + 1, 10, 2, 200)
@@ -68,3 +71,20 @@ def test_the_explorer_shows_the_chosen_run():
     assert picture.value == style.png(felt_figure({"requests/s: 2": RUN}, 1.0))
     slider.value = "4"
     assert picture.value == style.png(felt_figure({"requests/s: 4": RUN[:2]}, 1.0))
+
+
+def test_labels_of_levels_that_are_close_are_moved_apart_around_their_middle():
+    assert apart([0.0, 20.0, 40.0], 11.0) == [0.0, 20.0, 40.0]
+    assert apart([0.0, 20.0, 24.0], 11.0) == [0.0, 16.5, 27.5]
+    assert apart([0.0, 8.0, 9.0], 11.0) == pytest.approx([17 / 3 - 11, 17 / 3, 17 / 3 + 11])  # all three push
+    assert apart([], 11.0) == []
+
+
+def test_no_two_labels_of_a_panel_lie_on_each_other():
+    run = [replace(s, chunks=((s.sent + 0.8, 1),)) if s.ok else s for s in RUN]  # mean, P99 and target almost the same
+    fig = felt_figure({"a": run}, 0.78)
+    fig.canvas.draw()
+    words = {t.get_text().split()[0]: t.get_window_extent() for t in fig.axes[0].texts}
+    assert set(words) == {"mean", "P99", "target"}
+    for a, b in itertools.combinations(words.values(), 2):
+        assert not a.overlaps(b)

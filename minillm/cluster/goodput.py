@@ -9,7 +9,8 @@ x those that a prompt adds to the steps it shares, rate l an engine, a mean step
     T = T(r) / (1 - l x),    r = l (n - 1) T    (Little's law)
 
 so a token waits for other people's prompts, but never longer than one full step: chunking bounds the interference.
-Where a full step is longer than a bound on the longest gap (ITL), those keep it to whom no such step comes.
+Where a full step is longer than a bound on the longest gap (ITL), those keep it to whom no such step comes; where it
+only becomes so beside many decodes, those beside whom there are never that many.
 Split, the prompts' x is gone from decode (but for the few tokens of a partial block), and a prompt pays for its way.
 
 Waits are those of a queue with c servers and constant service, Sakasegawa's (1977; `capacity.waiting`):
@@ -103,8 +104,10 @@ def colocated(steps: Steps, n: int, slo: SLO, rate: float, budget: int) -> Forec
     gain = 1 / max(0.02, 1 - each * outputs * slope - each * x)
     deviation = gain * math.sqrt(((r + behind) * (x / outputs) ** 2 + 2 * r / 3 * slope**2) / n)
     tpot_ok = 1.0 if slo.tpot_s is None or longest <= slo.tpot_s else _below(mean, deviation, slo.tpot_s)
-    if slo.itl_s is not None and longest > slo.itl_s:
-        tpot_ok *= _undisturbed(steps, n, slo.itl_s, rate, budget, beside, prompt, step)
+    if slo.itl_s is not None:
+        calm = _calm(n, r, steps.decodes_within(slo.itl_s, lambda k: steps.full(budget, k), budget - 1))
+        if calm < 1:
+            tpot_ok *= calm + (1 - calm) * _undisturbed(steps, n, slo.itl_s, rate, budget, beside, prompt, step)
     return _forecast(slo, w, rate, terms, limits, n, n * steps.seats, mean, tpot_ok, r)
 
 
@@ -132,8 +135,8 @@ def split(
     gain = 1 / max(0.02, 1 - each * outputs * slope - each * x)
     deviation = gain * math.sqrt((r * (x / outputs) ** 2 + 2 * r / 3 * slope**2) / decode)
     tpot_ok = 1.0 if slo.tpot_s is None else _below(step, deviation, slo.tpot_s)
-    if slo.itl_s is not None and first > slo.itl_s:
-        tpot_ok = 0.0
+    if slo.itl_s is not None:
+        tpot_ok *= _calm(decode, r, steps.decodes_within(slo.itl_s, lambda k: steps.first(left, k)))
     if not moved.tokens:  # a prompt within a block is computed where it is decoded
         prompt = 0.0
     limits = {
@@ -155,6 +158,22 @@ def split(
         "room": waiting(rate, limits["kv"], decode * steps.seats),
     }  # fmt: skip
     return _forecast(slo, w, rate, terms, limits, prefill, decode * steps.seats, step, tpot_ok, r)
+
+
+def _calm(n: int, r: float, most: int) -> float:
+    """Share of requests beside which never more than `most` others decode on their engine, of n with r on average.
+
+    Engines are filled evenly, so it is a question of how many there are at once in the pool: the scan statistic of a
+    Poisson process, a stay long, over the two stays that overlap with one's own. Alm's approximation (1983):
+    P(< k) = F(k - 1) exp(-(1 - m / k) m p(k - 1)) with m on average.
+    """
+    mean, places = n * r, math.floor(n * (most + 0.5)) + 1  # half of the engines have one more
+    if most < 0 or places <= mean:
+        return 0.0
+    if mean < 1e-9:
+        return 1.0
+    p = math.exp((places - 1) * math.log(mean) - mean - math.lgamma(places))
+    return (1 - _at_least(mean, places, 1 << 30)) * math.exp(-(1 - mean / places) * mean * p)
 
 
 def _undisturbed(

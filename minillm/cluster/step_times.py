@@ -124,6 +124,11 @@ class Steps:
         counts = range(1, max(1, budget - n) // m + 1)
         return bisect_right(counts, bound, key=lambda k: self.seconds(m, 0, n, k))  # each more takes longer
 
+    def decodes_within(self, bound: float, seconds: Callable[[int], float], most: int | None = None) -> int:
+        """Beside how many decodes (`most`, or the seats) a step takes at most `bound` seconds; -1: it never does."""
+        top = self.seats if most is None else min(self.seats, most)
+        return bisect_right(range(top + 1), bound, key=seconds) - 1  # each more takes longer
+
     def last(self, budget: int, r: float) -> float:
         """The step of a prompt's last chunk, alone beside r decodes."""
         m = self.workload.prompt_tokens

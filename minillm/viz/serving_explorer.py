@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from minillm.errors import MinillmError
 from minillm.trace.latency import Stamps, summarize
 from minillm.viz import style
 
+PANEL_PT, LINE_PT = 190.0, 11.0  # height of a panel, about, and of a line of small text
 LEAST_S = 1e-3  # of the time axis: what is faster is felt as nothing
 
 
@@ -69,18 +71,30 @@ def _dots(ax: Axes, run: Sequence[Stamps], zero: float, target_s: float | None, 
 
 def _lines(ax: Axes, run: Sequence[Stamps], right: float, target_s: float | None) -> None:
     found = summarize(s.ttft for s in run if s.ok)
+    lines = [] if found is None else [("mean", found.mean, "--", style.BLACK), ("P99", found.p99, "-.", style.PURPLE)]
     if target_s is not None:
-        ax.axhline(target_s, color=style.GREY, linewidth=0.8)
-        style.label(ax, 0, target_s, "target", style.GREY, dx=1, dy=6)
-    if found is None:
-        return
-    levels = {"mean": (found.mean, "--", style.BLACK), "P99": (found.p99, "-.", style.PURPLE)}
-    apart = abs(found.p99 / found.mean - 1) > 0.5
-    for i, (name, (value, line, color)) in enumerate(levels.items()):
-        ax.axhline(value, color=color, linestyle=line, linewidth=1.4)
-        over: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # the target's line
-        dy = 7 if apart or i else -7
-        style.label(ax, right, value, f"{name} {_seconds(value)}", color, dx=2, dy=dy, **over)
+        lines.append(("target", target_s, "-", style.GREY))
+    lines.sort(key=lambda line: line[1])
+    low, high = ax.get_ylim()
+    scale = PANEL_PT / math.log(high / low)
+    places = apart([scale * math.log(value / low) for _, value, *_ in lines], LINE_PT)
+    for (name, value, line, color), place in zip(lines, places, strict=True):
+        ax.axhline(value, color=color, linestyle=line, linewidth=0.8 if name == "target" else 1.4)
+        over: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # other lines
+        dy = place - scale * math.log(value / low)
+        text = name if name == "target" else f"{name} {_seconds(value)}"
+        style.label(ax, right, value, text, color, dx=2, dy=dy, **over)
+
+
+def apart(places: Sequence[float], least: float) -> list[float]:
+    """Ascending places, moved until none is closer than least to the next; a group keeps its middle."""
+    groups: list[tuple[float, int]] = []  # middle, how many
+    for place in places:
+        groups.append((place, 1))
+        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < least * (groups[-1][1] + groups[-2][1]) / 2:
+            (upper, m), (lower, n) = groups.pop(), groups.pop()
+            groups.append(((upper * m + lower * n) / (m + n), m + n))
+    return [middle + least * (i - (n - 1) / 2) for middle, n in groups for i in range(n)]
 
 
 def _seconds(value: float) -> str:

@@ -213,7 +213,7 @@ def worst_figure(
     for ax in (left, right):
         ax.set_ylim(0.5 - len(measured), 0.5)
         ax.set_yticks([-i for i in range(len(measured))], list(measured) if ax is left else [""] * len(measured))
-    right.set_xlim(left=0)
+    right.set_xlim(0, 1.08 * right.dataLim.xmax if right.lines else None)  # no mark is cut at the edge
     style.plain_ticks(left)
     style.name_axes(left, "worst gap of a stream (ms)", "", "those who were there")
     style.name_axes(right, "first token of the document (ms)", "", "the one who came")
