@@ -37,8 +37,8 @@ class FakeServer:
     """`with FakeServer(behave) as server: server.url`.
 
     behave(body) -> a list of: bytes (a chunk of the stream), seconds to wait, a function to wait for until it is true,
-    "hang up"; or (status, headers, bytes), a plain answer. All bodies are kept in `seen`; `left` counts clients that went
-    away in the middle; `most` is how many requests were answered at once.
+    "hang up"; or (status, headers, bytes), a plain answer. All bodies are kept in `seen`; `left` counts clients that
+    went away in the middle; `most` is how many requests were answered at once.
     """
 
     def __init__(self, behave=usual):

@@ -1,8 +1,10 @@
 """The paced fleet is the engine: its clock, its handoffs, its faults; and it says what the planner says."""
 
 import dataclasses
+import heapq
 import statistics
 
+import numpy as np
 import pytest
 
 from minillm.cluster import goodput as model
@@ -333,9 +335,25 @@ def test_a_gap_is_too_long_for_those_beside_whom_an_engine_fills(prefill, engine
         for factor in (1 / (1 + TOLERANCE), 1 / (1 - TOLERANCE))
     ]
     assert ok[0] >= model.ATTAINMENT > ok[1]
-    monkeypatch.setattr(model, "_calm", lambda n, r, most: float(r <= most))
+    monkeypatch.setattr(model, "_calm", lambda n, r, most, spread=1.0: float(r <= most))
     late = pool().goodput / (1 + TOLERANCE)
     assert paced_run(engine, found, WIRE, load, late, 600, 9).attained(slo) < model.ATTAINMENT
+
+
+@pytest.mark.parametrize(
+    ("busy", "servers", "stay"), [(0.3, 1, 20), (0.8, 1, 20), (0.95, 1, 80), (0.9, 2, 20), (0.9, 4, 80)]
+)
+def test_a_busy_pool_lets_prompts_go_more_evenly_than_they_came(busy, servers, stay):
+    """Beside a simulation of servers that take the same time for each; that they change nothing is beyond the bound."""
+    rng = np.random.default_rng(0)
+    free, left = [0.0] * servers, []  # a pool that serves one request in a unit of time
+    for came in np.cumsum(rng.exponential(1 / busy, 100_000)):
+        left.append(max(came, free[0]) + servers)
+        heapq.heapreplace(free, left[-1])
+    counts = np.histogram(left, np.arange(1000.0, max(left), stay))[0]
+    spread = counts.var() / counts.mean()
+    assert model._spread(busy, stay) == pytest.approx(spread, abs=0.15)
+    assert busy < 0.5 or spread < 0.85 - 0.15
 
 
 def test_the_search_finds_the_last_good_rate():

@@ -135,8 +135,6 @@ def split(
     gain = 1 / max(0.02, 1 - each * outputs * slope - each * x)
     deviation = gain * math.sqrt((r * (x / outputs) ** 2 + 2 * r / 3 * slope**2) / decode)
     tpot_ok = 1.0 if slo.tpot_s is None else _below(step, deviation, slo.tpot_s)
-    if slo.itl_s is not None:
-        tpot_ok *= _calm(decode, r, steps.decodes_within(slo.itl_s, lambda k: steps.first(left, k)))
     if not moved.tokens:  # a prompt within a block is computed where it is decoded
         prompt = 0.0
     limits = {
@@ -146,6 +144,9 @@ def split(
         "kv": decode * steps.seats / (prompt + moved.transfer_s - moved.hidden_s + (outputs + 1) * step),
     }
     entry, way, last = min(limits["prefill"], limits["link"]), rate / prefill, steps.last(budget, 0)
+    if slo.itl_s is not None:
+        spread = _spread(rate / entry, outputs * step * entry)
+        tpot_ok *= _calm(decode, r, steps.decodes_within(slo.itl_s, lambda k: steps.first(left, k)), spread)
     came = way * prompt
     others = min((1 - math.exp(-came)) * (steps.full(budget, 0) - last), came * steps.shared(budget, 0))
     others = max(0.0, others) if moved.tokens else 0.0
@@ -160,20 +161,33 @@ def split(
     return _forecast(slo, w, rate, terms, limits, prefill, decode * steps.seats, step, tpot_ok, r)
 
 
-def _calm(n: int, r: float, most: int) -> float:
+def _calm(n: int, r: float, most: int, spread: float = 1.0) -> float:
     """Share of requests beside which never more than `most` others decode on their engine, of n with r on average.
 
     Engines are filled evenly, so it is a question of how many there are at once in the pool: the scan statistic of a
     Poisson process, a stay long, over the two stays that overlap with one's own. Alm's approximation (1983):
-    P(< k) = F(k - 1) exp(-(1 - m / k) m p(k - 1)) with m on average.
+    P(< k) = F(k - 1) exp(-(1 - m / k) m p(k - 1)) with m on average. spread: variance of how many come over that of
+    Poisson's; fewer in larger units have the same.
     """
-    mean, places = n * r, math.floor(n * (most + 0.5)) + 1  # half of the engines have one more
+    mean, places = n * r / spread, math.floor(n * (most + 0.5) / spread) + 1  # half of the engines have one more
     if most < 0 or places <= mean:
         return 0.0
     if mean < 1e-9:
         return 1.0
     p = math.exp((places - 1) * math.log(mean) - mean - math.lgamma(places))
     return (1 - _at_least(mean, places, 1 << 30)) * math.exp(-(1 - mean / places) * mean * p)
+
+
+def _spread(busy: float, stay: float) -> float:
+    """Variance over mean of how many requests leave a busy pool of prefill engines during a stay (in its services).
+
+    Poisson's 1 where the pool idles. Services of constant time even out what comes at random: from one to the next
+    Whitt's c^2 is 1 - busy^2 (QNA, 1983). But over times in which a queue comes and goes, 1 / 2 (1 - busy)^2 services
+    (heavy traffic, constant service), as many leave as came.
+    """
+    busy = min(1.0, busy)
+    x = 2 * stay * (1 - busy) ** 2
+    return max(0.02, 1 - busy**2 * (-math.expm1(-x) / x if x > 1e-9 else 1.0))
 
 
 def _undisturbed(
