@@ -25,6 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
+import torch
+
 from minillm.cluster.migration import Migration, Wire, migration
 from minillm.cluster.step_times import Steps, Workload
 from minillm.errors import MinillmError
@@ -175,7 +177,8 @@ def _calm(n: int, r: float, most: int, spread: float = 1.0) -> float:
     if mean < 1e-9:
         return 1.0
     p = math.exp((places - 1) * math.log(mean) - mean - math.lgamma(places))
-    return (1 - _at_least(mean, places, 1 << 30)) * math.exp(-(1 - mean / places) * mean * p)
+    k, m = torch.tensor([places, mean], dtype=torch.float64)
+    return float(torch.special.gammaincc(k, m)) * math.exp(-(1 - mean / places) * mean * p)
 
 
 def _spread(busy: float, stay: float) -> float:
