@@ -10,9 +10,9 @@ tokens, so what cannot fit is refused without being tokenised. Then again with t
 
 from __future__ import annotations
 
-import heapq
 import math
 import numbers
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -127,16 +127,27 @@ def predicted_wait(queue: Queue, n: int = 1, output: float = 0.0) -> float | Non
 
 
 def _begins(free_at: list[float], ahead: int, mean: float, n: int, output: float) -> float:
-    """The step in which the last of n begins. Whole rounds of the places are not walked through: O(places)."""
-    places = len(free_at)
-    heapq.heapify(free_at)
-    rounds = max(0, ahead // places - 2)
-    for _ in range(ahead - rounds * places):
-        heapq.heapreplace(free_at, free_at[0] + mean)
-    skipped, n_rounds = rounds * mean, max(0, (n - 1) // places - 2)
-    for _ in range(n - 1 - n_rounds * places):
-        heapq.heapreplace(free_at, free_at[0] + output)
-    return free_at[0] + skipped + n_rounds * output
+    """The step in which the last of n begins: `ahead` of equal length go first, each where it is free first."""
+    return _filled(_filled(sorted(free_at), ahead, mean), n - 1, output)[0]
+
+
+def _filled(free_at: list[float], jobs: int, length: float) -> list[float]:
+    """When each place is free again, ascending, once so many jobs have taken the one that is free first, each time.
+
+    Nothing is walked through: before place k is free, those in front of it begin ceil(gap / length) jobs each. Then all
+    of them are free within one length, and take turns.
+    """
+    if jobs <= 0 or length <= 0:
+        return free_at
+
+    def before(k: int) -> list[int]:
+        return [math.ceil((free_at[k] - f) / length) for f in free_at[:k]]
+
+    k = bisect_right(range(1, len(free_at)), jobs, key=lambda k: sum(before(k)))
+    begun = before(k)
+    turns = sorted([f + c * length for f, c in zip(free_at[:k], begun, strict=True)] + [free_at[k]])
+    rounds, more = divmod(jobs - sum(begun), k + 1)
+    return sorted([*(f + (rounds + (i < more)) * length for i, f in enumerate(turns)), *free_at[k + 1 :]])
 
 
 class BoundedQueue:
