@@ -136,13 +136,16 @@ class Steps:
         self.until(heard.is_set, "the engine has it")
 
     def until(self, true: Callable[[], Any], what: str) -> None:
-        """Let steps through, one by one."""
+        """Let steps through, one by one. When it returns the next one is held, so no command is heard by itself, or
+        there is nothing to compute."""
         while not true():
             wait_for(lambda: self.waits or true(), what)
             if self.waits:
                 self.waits = False
                 self._gate.release()
                 wait_for(lambda: self.waits or true(), what)
+        # what was waited for may have come about in the middle of a step, behind which the engine hears commands
+        wait_for(lambda: self.waits or not self.core.has_work, "the next step is held")
 
     def close(self) -> None:
         self.core.step = self._step
