@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import threading
 import time
@@ -136,6 +137,20 @@ class Split:
         if self.worker is not None:
             self.down()
         assert not self.d._thread.is_alive()
+
+
+@contextlib.contextmanager
+def splits(folder):
+    """build(**options) -> a `Split` that is ready. At the end of the block all are closed."""
+    made = []
+
+    def build(**options):
+        made.append(Split(folder, **options))
+        return made[-1].ready()
+
+    yield build
+    for split in made:
+        split.close()
 
 
 def heard_everything(llm):

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from disagg_pair import GREEDY, PROMPT, SEEDED, Split, alone, save_words, until
+from disagg_pair import GREEDY, PROMPT, SEEDED, Split, alone, save_words, splits, until
 
 from minillm import AsyncLLM, MinillmError, SamplingParams
 from minillm.cluster import exporter, frame
@@ -21,15 +21,8 @@ def folder(tiny_folder, tmp_path_factory):
 
 @pytest.fixture
 def make(folder):
-    made = []
-
-    def build(**options):
-        made.append(Split(folder, **options))
-        return made[-1].ready()
-
-    yield build
-    for split in made:
-        split.close()
+    with splits(folder) as build:
+        yield build
 
 
 PROMPTS = [PROMPT, PROMPT[:37], [9] * 65, [10, 11, 12], PROMPT[:33] + [3] * 60]

@@ -9,7 +9,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from disagg_pair import GREEDY, PROMPT, SMALL, Split, alone, save_words, until
+from disagg_pair import GREEDY, PROMPT, SMALL, alone, save_words, splits, until
 
 from minillm import AsyncLLM
 from minillm.cluster import prefill_worker
@@ -40,15 +40,8 @@ def want(folder):
 
 @pytest.fixture
 def make(folder):
-    made = []
-
-    def build(**options):
-        made.append(Split(folder, **options))
-        return made[-1].ready()
-
-    yield build
-    for split in made:
-        split.close()
+    with splits(folder) as build:
+        yield build
 
 
 def in_the_middle(split):

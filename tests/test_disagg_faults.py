@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from disagg_pair import GREEDY, PROMPT, SMALL, Split, alone, save_words, until
+from disagg_pair import GREEDY, PROMPT, SMALL, alone, save_words, splits, until
 
 from minillm import AsyncLLM, MinillmError, SamplingParams
 from minillm.cluster.disagg import layout_of
@@ -37,15 +37,8 @@ def want(folder):
 
 @pytest.fixture
 def make(folder):
-    made = []
-
-    def build(**options):
-        made.append(Split(folder, **options))
-        return made[-1].ready()
-
-    yield build
-    for split in made:
-        split.close()
+    with splits(folder) as build:
+        yield build
 
 
 def ended(split, *reasons):

@@ -71,19 +71,19 @@ def _dots(ax: Axes, run: Sequence[Stamps], zero: float, target_s: float | None, 
 
 def _lines(ax: Axes, run: Sequence[Stamps], right: float, target_s: float | None) -> None:
     found = summarize(s.ttft for s in run if s.ok)
-    lines = [] if found is None else [("mean", found.mean, "--", style.BLACK), ("P99", found.p99, "-.", style.PURPLE)]
+    lines = []  # value, words, style, colour, width
+    if found is not None:
+        lines += [(found.mean, f"mean {_seconds(found.mean)}", "--", style.BLACK, 1.4)]
+        lines += [(found.p99, f"P99 {_seconds(found.p99)}", "-.", style.PURPLE, 1.4)]
     if target_s is not None:
-        lines.append(("target", target_s, "-", style.GREY))
-    lines.sort(key=lambda line: line[1])
+        lines += [(target_s, "target", "-", style.GREY, 0.8)]
+    lines.sort(key=lambda line: line[0])
     low, high = ax.get_ylim()
-    scale = PANEL_PT / math.log(high / low)
-    places = apart([scale * math.log(value / low) for _, value, *_ in lines], LINE_PT)
-    for (name, value, line, color), place in zip(lines, places, strict=True):
-        ax.axhline(value, color=color, linestyle=line, linewidth=0.8 if name == "target" else 1.4)
-        over: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # other lines
-        dy = place - scale * math.log(value / low)
-        text = name if name == "target" else f"{name} {_seconds(value)}"
-        style.label(ax, right, value, text, color, dx=2, dy=dy, **over)
+    heights = [PANEL_PT * math.log(value / low) / math.log(high / low) for value, *_ in lines]
+    over: dict[str, Any] = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}}  # other lines
+    for (value, words, line, color, width), at, place in zip(lines, heights, apart(heights, LINE_PT), strict=True):
+        ax.axhline(value, color=color, linestyle=line, linewidth=width)
+        style.label(ax, right, value, words, color, dx=2, dy=place - at, **over)
 
 
 def apart(places: Sequence[float], least: float) -> list[float]:
